@@ -1,0 +1,45 @@
+#pragma once
+// What every export shares: DLPack views in, the right Python exception out. Exports hold no logic.
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/function.h>
+#include <tvm/ffi/optional.h>
+#include <tvm/ffi/string.h>
+
+#include <string>
+#include <utility>
+
+#include "specstate/error.hpp"
+#include "specstate/stream.hpp"
+#include "specstate/tensor.hpp"
+
+namespace specstate::binding {
+
+namespace ffi = tvm::ffi;
+
+using In = ffi::TensorView;
+using Opt = ffi::Optional<ffi::TensorView>;
+
+/// The caller's array as a TensorView; `name` is the argument's name in error texts.
+TensorView view(const char* name, const ffi::TensorView& t);
+inline TensorView view(const char* name, const Opt& t) { return t.has_value() ? view(name, t.value()) : TensorView{}; }
+
+/// A CUDA stream handle that crosses as an integer.
+inline Stream stream(std::int64_t handle) { return Stream{reinterpret_cast<void*>(handle)}; }
+
+/// Runs `f`; a specstate::Error leaves as the Python exception of its kind, with exactly its text.
+template <class F>
+auto guard(F&& f) -> decltype(f()) {
+  try {
+    return f();
+  } catch (const Error& e) {
+    const char* kind = "RuntimeError";
+    if (e.kind() == ErrorKind::kValue) kind = "ValueError";
+    if (e.kind() == ErrorKind::kNotImplemented) kind = "NotImplementedError";
+    throw ffi::Error(kind, e.what(), "");
+  } catch (const std::bad_alloc&) {
+    throw ffi::Error("MemoryError", "out of host memory", "");
+  }
+}
+
+}  // namespace specstate::binding

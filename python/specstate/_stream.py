@@ -1,0 +1,24 @@
+"""The CUDA stream of a call: the given one, else the framework's current stream; 0 for CPU tensors."""
+
+import sys
+
+
+def stream_handle(stream, like):
+    """An integer `cudaStream_t`. `stream` is an int or an object with `cuda_stream`, `ptr` or `__cuda_stream__`."""
+    if stream is None:
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(like, torch.Tensor):
+            return torch.cuda.current_stream(like.device).cuda_stream if like.is_cuda else 0
+        cupy = sys.modules.get("cupy")
+        if cupy is not None and isinstance(like, cupy.ndarray):
+            return cupy.cuda.get_current_stream().ptr
+        return 0
+    if isinstance(stream, int):
+        return stream
+    protocol = getattr(stream, "__cuda_stream__", None)
+    if protocol is not None:
+        return (protocol() if callable(protocol) else protocol)[1]
+    for name in ("cuda_stream", "ptr"):
+        if hasattr(stream, name):
+            return getattr(stream, name)
+    raise TypeError(f"stream: expected an int or a CUDA stream object, got {type(stream).__name__}.")

@@ -1,0 +1,154 @@
+#include "core/match.hpp"
+
+#include <algorithm>
+
+namespace specstate::core {
+
+void throw_value(const std::string& text) { throw Error(ErrorKind::kValue, text); }
+void throw_not_implemented(const std::string& text) { throw Error(ErrorKind::kNotImplemented, text); }
+void throw_runtime(const std::string& text) { throw Error(ErrorKind::kRuntime, text); }
+
+void Checker::fail(std::string_view name, const std::string& expected, const std::string& got) const {
+  throw_value(std::string(op_) + ": " + std::string(name) + ": expected " + expected + ", got " + got + ".");
+}
+
+void ArgCheck::fail(const std::string& expected, const std::string& got) const {
+  if (!exact_.empty()) throw_value(exact_);
+  owner_.fail(name_, expected, got);
+}
+
+ArgCheck& ArgCheck::required() {
+  if (!t_.given()) fail("a tensor", "none");
+  return *this;
+}
+
+ArgCheck& ArgCheck::dtype(std::initializer_list<DType> expected) {
+  if (!t_.given()) return *this;
+  if (std::find(expected.begin(), expected.end(), t_.dtype) != expected.end()) return *this;
+  std::string names;
+  for (DType d : expected) names += (names.empty() ? "" : " or ") + std::string(name_of(d));
+  fail("dtype " + names, name_of(t_.dtype));
+}
+
+ArgCheck& ArgCheck::ndim(int expected) {
+  if (!t_.given() || t_.ndim == expected) return *this;
+  fail(std::to_string(expected) + " dimensions", "shape " + shape_text(t_));
+}
+
+ArgCheck& ArgCheck::shape(std::initializer_list<Dim> expected) {
+  if (!t_.given()) return *this;
+  bool ok = t_.ndim == static_cast<int>(expected.size());
+  int i = 0;
+  for (const Dim& d : expected) {
+    if (!ok) break;
+    const std::int64_t n = t_.sizes[i++];
+    switch (d.kind_) {
+      case Dim::Kind::kExact: ok = n == d.value_; break;
+      case Dim::Kind::kAny: break;
+      case Dim::Kind::kAtLeast: ok = n >= d.value_; break;
+      case Dim::Kind::kSym: ok = !d.sym_->bound() || n == d.sym_->value(); break;
+    }
+  }
+  if (ok) {  // bind only when the whole shape fits
+    i = 0;
+    for (const Dim& d : expected) {
+      if (d.kind_ == Dim::Kind::kSym && !d.sym_->bound()) d.sym_->value_ = t_.sizes[i];
+      ++i;
+    }
+    // A symbol that occurs twice in one shape binds at its first place.
+    i = 0;
+    for (const Dim& d : expected) {
+      if (d.kind_ == Dim::Kind::kSym && d.sym_->value() != t_.sizes[i]) ok = false;
+      ++i;
+    }
+    if (ok) return *this;
+  }
+  std::string text = "[";
+  for (const Dim& d : expected) {
+    if (text.size() > 1) text += ", ";
+    switch (d.kind_) {
+      case Dim::Kind::kExact: text += std::to_string(d.value_); break;
+      case Dim::Kind::kAny: text += d.name_; break;
+      case Dim::Kind::kAtLeast:
+        text += (d.name_ ? std::string(d.name_) + " " : std::string()) + ">= " + std::to_string(d.value_);
+        break;
+      case Dim::Kind::kSym:
+        text += d.sym_->name();
+        if (d.sym_->bound()) text += "=" + std::to_string(d.sym_->value());
+        break;
+    }
+  }
+  fail("shape " + text + "]", shape_text(t_));
+}
+
+ArgCheck& ArgCheck::inner_contiguous(int dims) {
+  if (!t_.given() || t_.inner_contiguous(dims)) return *this;
+  std::string got = "strides (";
+  for (int i = 0; i < t_.ndim; ++i) got += (i ? ", " : "") + std::to_string(t_.strides[i]);
+  fail(dims == 1 ? "a dense last dimension" : "the last " + std::to_string(dims) + " dimensions dense row-major",
+       got + ") for shape " + shape_text(t_));
+}
+
+ArgCheck& ArgCheck::forward_strides() {
+  if (!t_.given()) return *this;
+  for (int i = 0; i < t_.ndim; ++i)
+    if (t_.sizes[i] > 1 && t_.strides[i] < 0) fail("strides >= 0", "stride " + std::to_string(t_.strides[i]));
+  return *this;
+}
+
+ArgCheck& ArgCheck::no_self_overlap() {
+  if (!t_.given() || t_.numel() == 0) return *this;
+  std::vector<std::pair<std::int64_t, std::int64_t>> dims;  // (|stride|, size)
+  for (int i = 0; i < t_.ndim; ++i)
+    if (t_.sizes[i] > 1) dims.emplace_back(std::abs(t_.strides[i]), t_.sizes[i]);
+  std::sort(dims.begin(), dims.end());
+  std::int64_t extent = 0;  // largest offset reachable with the smaller strides
+  for (const auto& [stride, size] : dims) {
+    if (stride <= extent) fail("elements that do not share memory", "stride " + std::to_string(stride) + " for shape " + shape_text(t_));
+    extent += stride * (size - 1);
+  }
+  return *this;
+}
+
+ArgCheck& ArgCheck::same_device() {
+  if (!t_.given()) return *this;
+  if (owner_.device_of_ == nullptr) {
+    owner_.device_ = t_.device;
+    owner_.device_of_ = name_;
+  } else if (!(t_.device == owner_.device_)) {
+    fail("device " + name_of(owner_.device_) + " (where " + owner_.device_of_ + " is)", name_of(t_.device));
+  }
+  return *this;
+}
+
+ArgCheck& ArgCheck::aligned(std::int64_t bytes) {
+  if (!t_.given() || t_.numel() == 0) return *this;
+  const auto address = reinterpret_cast<std::uintptr_t>(t_.data);
+  if (address % static_cast<std::uintptr_t>(bytes) != 0)
+    fail("a data pointer that is a multiple of " + std::to_string(bytes) + " bytes",
+         "remainder " + std::to_string(address % static_cast<std::uintptr_t>(bytes)));
+  return *this;
+}
+
+bool may_overlap(const TensorView& a, const TensorView& b) {
+  if (!a.given() || !b.given() || a.numel() == 0 || b.numel() == 0) return false;
+  auto range = [](const TensorView& t) {
+    std::int64_t low = 0, high = 0;
+    for (int i = 0; i < t.ndim; ++i) {
+      const std::int64_t reach = t.strides[i] * (t.sizes[i] - 1);
+      (reach < 0 ? low : high) += reach;
+    }
+    const auto base = reinterpret_cast<std::intptr_t>(t.data);
+    return std::pair{base + low * size_of(t.dtype), base + (high + 1) * size_of(t.dtype)};
+  };
+  const auto [a0, a1] = range(a);
+  const auto [b0, b1] = range(b);
+  return a0 < b1 && b0 < a1;
+}
+
+std::int64_t load_index(const TensorView& t, std::int64_t i) {
+  const std::int64_t offset = i * t.strides[0];
+  return t.dtype == DType::kInt64 ? t.as<std::int64_t>()[offset] : t.as<std::int32_t>()[offset];
+}
+
+}  // namespace specstate::core

@@ -1,0 +1,125 @@
+#pragma once
+// The argument matcher: every operation's check.cpp is a list of these lines.
+//
+//   Sym B{"B"}, W{"W"};
+//   Checker check("verify_greedy");
+//   check.arg("candidates", p.candidates).required().dtype({DType::kInt32, DType::kInt64}).shape({B, W});
+//   check.arg("target_argmax", p.target_argmax).required().dtype(p.candidates.dtype).shape({B, W});
+//
+// A symbolic size binds at its first use and is compared after that. The default text names the operation, the argument,
+// what was expected and what was got; `.text("...")` replaces it by an exact text for the checks that follow it.
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "specstate/error.hpp"
+#include "specstate/tensor.hpp"
+
+namespace specstate::core {
+
+[[noreturn]] void throw_value(const std::string& text);
+[[noreturn]] void throw_not_implemented(const std::string& text);
+[[noreturn]] void throw_runtime(const std::string& text);
+
+/// A named size, unbound until the first shape that contains it.
+class Sym {
+ public:
+  explicit Sym(const char* name) : name_(name) {}
+  Sym(const char* name, std::int64_t value) : name_(name), value_(value) {}
+  bool bound() const { return value_ >= 0; }
+  std::int64_t value() const { return value_; }
+  operator std::int64_t() const { return value_; }
+  const char* name() const { return name_; }
+
+ private:
+  friend class ArgCheck;
+  const char* name_;
+  std::int64_t value_ = -1;
+};
+
+/// One expected size: a number, a symbol, anything, or "at least".
+class Dim {
+ public:
+  Dim(std::int64_t exact) : kind_(Kind::kExact), value_(exact) {}  // NOLINT: implicit on purpose
+  Dim(int exact) : Dim(static_cast<std::int64_t>(exact)) {}         // NOLINT
+  Dim(Sym& sym) : kind_(Kind::kSym), sym_(&sym) {}                  // NOLINT
+  static Dim any(const char* name = "*") { return Dim(Kind::kAny, 0, name); }
+  static Dim at_least(std::int64_t n, const char* name = nullptr) { return Dim(Kind::kAtLeast, n, name); }
+
+ private:
+  friend class ArgCheck;
+  enum class Kind { kExact, kSym, kAny, kAtLeast };
+  Dim(Kind kind, std::int64_t value, const char* name) : kind_(kind), value_(value), name_(name) {}
+  Kind kind_;
+  std::int64_t value_ = 0;
+  Sym* sym_ = nullptr;
+  const char* name_ = nullptr;
+};
+
+class Checker;
+
+class ArgCheck {
+ public:
+  /// The argument must be given.
+  ArgCheck& required();
+  ArgCheck& dtype(DType expected) { return dtype({expected}); }
+  ArgCheck& dtype(std::initializer_list<DType> expected);
+  ArgCheck& ndim(int expected);
+  ArgCheck& shape(std::initializer_list<Dim> expected);
+  /// The last `dims` dimensions must be dense row-major.
+  ArgCheck& inner_contiguous(int dims);
+  /// Every stride must be >= 0 (a negative stride is refused, not misread).
+  ArgCheck& forward_strides();
+  /// Outputs: distinct elements must not share memory (no stride of 0 over a size > 1, no self-overlap by sorted strides).
+  ArgCheck& no_self_overlap();
+  /// Same device as the first argument of this checker that was given.
+  ArgCheck& same_device();
+  ArgCheck& aligned(std::int64_t bytes);
+  /// Exact text of the ValueError of the checks that follow (empty: back to the default text).
+  ArgCheck& text(std::string exact) {
+    exact_ = std::move(exact);
+    return *this;
+  }
+
+ private:
+  friend class Checker;
+  ArgCheck(Checker& owner, const char* name, const TensorView& t) : owner_(owner), name_(name), t_(t) {}
+  [[noreturn]] void fail(const std::string& expected, const std::string& got) const;
+
+  Checker& owner_;
+  const char* name_;
+  const TensorView& t_;
+  std::string exact_;
+};
+
+class Checker {
+ public:
+  explicit Checker(const char* op) : op_(op) {}
+  /// The checks of an argument that was not given are skipped, except `required()`.
+  ArgCheck arg(const char* name, const TensorView& t) { return ArgCheck(*this, name, t); }
+  /// "{op}: {name}: expected {expected}, got {got}."
+  [[noreturn]] void fail(std::string_view name, const std::string& expected, const std::string& got) const;
+  void require(bool ok, std::string_view name, const std::string& expected, const std::string& got) const {
+    if (!ok) fail(name, expected, got);
+  }
+  const char* op() const { return op_; }
+  /// Device of the first `same_device()` argument.
+  const Device& device() const { return device_; }
+
+ private:
+  friend class ArgCheck;
+  const char* op_;
+  Device device_{};
+  const char* device_of_ = nullptr;
+};
+
+/// True if the two views may touch a common byte (by their extents).
+bool may_overlap(const TensorView& a, const TensorView& b);
+
+/// int32 or int64 indices of any stride, read as int64. Copied at check time, so a backend never re-reads the caller's memory.
+std::int64_t load_index(const TensorView& t, std::int64_t i);
+
+}  // namespace specstate::core

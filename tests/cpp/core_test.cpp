@@ -1,0 +1,131 @@
+// Core: tensor views, storage types, the argument matcher.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <functional>
+#include <vector>
+
+#include "core/match.hpp"
+#include "core/numeric.hpp"
+
+using namespace specstate;
+using namespace specstate::core;
+
+namespace {
+
+std::string text_of(const std::function<void()>& f) {
+  try {
+    f();
+  } catch (const Error& e) {
+    return e.what();
+  }
+  return "";
+}
+
+TEST(Numeric, EveryBfloat16AndFloat16RoundTrips) {
+  for (std::uint32_t i = 0; i < 65536; ++i) {
+    const bfloat16 b{static_cast<std::uint16_t>(i)};
+    if (!std::isnan(to_float(b))) EXPECT_EQ(from_float<bfloat16>(to_float(b)).bits, i);
+    const float16 h{static_cast<std::uint16_t>(i)};
+    if (!std::isnan(to_float(h))) EXPECT_EQ(from_float<float16>(to_float(h)).bits, i);
+  }
+}
+
+TEST(Numeric, EveryFloat8RoundTripsAndSaturates) {
+  for (std::uint32_t i = 0; i < 256; ++i) {
+    const float8_e4m3fn f{static_cast<std::uint8_t>(i)};
+    if (!std::isnan(to_float(f))) EXPECT_EQ(from_float<float8_e4m3fn>(to_float(f)).bits, i) << i;
+  }
+  EXPECT_EQ(to_float(from_float<float8_e4m3fn>(1e9f)), 448.0f);
+  EXPECT_EQ(to_float(from_float<float8_e4m3fn>(-INFINITY)), -448.0f);
+  EXPECT_EQ(to_float(from_float<float8_e4m3fn>(464.0f)), 448.0f);
+  EXPECT_TRUE(std::isnan(to_float(from_float<float8_e4m3fn>(NAN))));
+}
+
+// Rounding against the nearest representable value found by search.
+template <class T>
+void nearest_even(std::uint32_t count, std::uint32_t step) {
+  std::vector<float> values;
+  for (std::uint32_t i = 0; i < count; ++i) {
+    const float v = to_float(T{static_cast<decltype(T::bits)>(i)});
+    if (std::isfinite(v)) values.push_back(v);
+  }
+  for (std::size_t i = 0; i + 1 < values.size(); i += step) {
+    const double middle = (static_cast<double>(values[i]) + values[i + 1]) / 2;
+    const float m = static_cast<float>(middle);
+    if (m != middle) continue;
+    const auto got = from_float<T>(m);
+    EXPECT_EQ(got.bits & 1u, 0u) << "tie at " << m;
+    EXPECT_EQ(to_float(from_float<T>(std::nextafter(m, INFINITY))), std::max(values[i], values[i + 1]));
+    EXPECT_EQ(to_float(from_float<T>(std::nextafter(m, -INFINITY))), std::min(values[i], values[i + 1]));
+  }
+}
+
+TEST(Numeric, RoundsToNearestTiesToEven) {
+  nearest_even<float8_e4m3fn>(127, 1);
+  nearest_even<bfloat16>(0x7F80, 7);
+  nearest_even<float16>(0x7C00, 7);
+}
+
+TEST(TensorView, Contiguity) {
+  float x[24];
+  TensorView t(x, DType::kFloat32, {2, 3, 4});
+  EXPECT_TRUE(t.contiguous());
+  t.strides[0] = 100;
+  EXPECT_FALSE(t.contiguous());
+  EXPECT_TRUE(t.inner_contiguous(2));
+  t.sizes[0] = 1;
+  EXPECT_TRUE(t.contiguous());
+  EXPECT_EQ(shape_text(t), "(1, 3, 4)");
+  EXPECT_EQ(shape_text(TensorView(x, DType::kFloat32, {5})), "(5,)");
+  EXPECT_FALSE(TensorView{}.given());
+}
+
+TEST(Matcher, NamesOperationArgumentExpectedAndGot) {
+  float x[12];
+  TensorView t(x, DType::kFloat32, {3, 4});
+  TensorView u(x, DType::kFloat32, {3, 2});
+  Sym B("B"), K("K");
+  Checker check("swap");
+  check.arg("t", t).required().dtype(DType::kFloat32).shape({B, K});
+  EXPECT_EQ(B.value(), 3);
+  EXPECT_EQ(text_of([&] { check.arg("u", u).shape({B, K}); }), "swap: u: expected shape [B=3, K=4], got (3, 2).");
+  EXPECT_EQ(text_of([&] { check.arg("u", u).dtype({DType::kInt32, DType::kInt64}); }),
+            "swap: u: expected dtype int32 or int64, got float32.");
+  EXPECT_EQ(text_of([&] { check.arg("v", TensorView{}).required(); }), "swap: v: expected a tensor, got none.");
+  EXPECT_EQ(text_of([&] { check.arg("u", u).shape({Dim::at_least(4, "B")}); }), "swap: u: expected shape [B >= 4], got (3, 2).");
+  EXPECT_EQ(text_of([&] { check.arg("u", u).text("exact words").ndim(3); }), "exact words");
+  check.arg("absent", TensorView{}).dtype(DType::kInt32).shape({B}).inner_contiguous(1);  // optional: skipped
+}
+
+TEST(Matcher, ARefusedShapeBindsNothing) {
+  float x[12];
+  TensorView t(x, DType::kFloat32, {3, 4});
+  Sym B("B");
+  Checker check("op");
+  EXPECT_THROW(check.arg("t", t).shape({B, 5}), Error);
+  EXPECT_FALSE(B.bound());
+  EXPECT_THROW(check.arg("t", t).shape({B, B}), Error);  // 3 != 4
+}
+
+TEST(Matcher, StridesDevicesAndOverlap) {
+  float x[24];
+  TensorView t(x, DType::kFloat32, {3, 4});
+  Checker check("op");
+  TensorView broadcast = t;
+  broadcast.strides[0] = 0;
+  EXPECT_THROW(check.arg("t", broadcast).no_self_overlap(), Error);
+  TensorView column_major = t;
+  column_major.strides[0] = 1, column_major.strides[1] = 3;
+  check.arg("t", column_major).no_self_overlap();
+  EXPECT_THROW(check.arg("t", column_major).inner_contiguous(1), Error);
+  TensorView gpu = t;
+  gpu.device = {DeviceType::kCuda, 1};
+  check.arg("t", t).same_device();
+  EXPECT_EQ(text_of([&] { check.arg("g", gpu).same_device(); }), "op: g: expected device cpu (where t is), got cuda:1.");
+  TensorView next(x + 12, DType::kFloat32, {3, 4});
+  EXPECT_FALSE(may_overlap(t, next));
+  EXPECT_TRUE(may_overlap(t, TensorView(x + 11, DType::kFloat32, {1})));
+}
+
+}  // namespace
