@@ -1,0 +1,45 @@
+# The front door. Each target sets up what it needs (tools/bootstrap), works a second time, and offline from then on.
+.DEFAULT_GOAL := help
+.PHONY: help demo test build bench lint format wheel gpu-test gpu-bench clean
+
+CCACHE := $(shell command -v ccache 2>/dev/null)
+# $(call configure,PRESET): quiet unless it fails.
+configure = mkdir -p build && { cmake -DCMAKE_CXX_COMPILER_LAUNCHER=$(CCACHE) --preset $(1) > build/configure.log 2>&1 || { cat build/configure.log; exit 1; }; }
+PROMPT ?= It was the best of times, it was the worst of times,
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
+
+demo:  ## build the command line and generate text from the embedded model, speculatively
+	@tools/bootstrap build
+	@$(call configure,demo)
+	@cmake --build build/release
+	build/release/specstate generate --prompt "$(PROMPT)" --max-new-tokens 200 --mode dflash --check-lossless
+
+build:  ## everything that runs on a CPU, into build/release
+	@tools/bootstrap build test python
+	@$(call configure,release)
+	@cmake --build build/release
+
+test: build  ## every test that this machine can run; the last line is the sum
+	@.venv/bin/python3 tools/run_tests.py
+
+bench: build  ## the CPU benchmarks, recorded in bench/results/cpu.json
+	build/release/specstate bench all --device cpu --json bench/results/cpu.json
+
+lint:  ## the rules of tests/lint alone
+	@tools/bootstrap build test
+	@/usr/bin/python3 tests/lint
+
+format:  ## clang-format over every C++ source
+	@tools/bootstrap test
+	@git ls-files '*.cpp' '*.hpp' '*.cu' '*.cuh' | xargs clang-format -i
+
+wheel:
+	@echo "make wheel: not in this version yet; the Python package runs from a checkout (PYTHONPATH=python)" >&2; exit 2
+
+gpu-test gpu-bench:
+	@echo "make $@: not in this version yet; the CUDA backends come later, everything here runs on the CPU" >&2; exit 2
+
+clean:  ## remove build/ (the virtual environment stays)
+	rm -rf build

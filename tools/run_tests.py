@@ -1,0 +1,174 @@
+#!/usr/bin/env python3
+"""Runs every test of this machine and sums over all runners; the last line is `N passed, N failed, N skipped`.
+
+C++ tests are the GoogleTest binaries BUILD/tests/*_test, Python tests the files tests/python/test_*.py (the lint rules are among
+them). Each runs in its own process, one a core, and leaves a JUnit report and a log in BUILD/test-results. A crash, a
+time-out and a binary without a test count as failures. A skip must start with a reason code of SKIP_LIMITS, and stay within its limit:
+a test that silently stopped running is a failure too.
+"""
+
+import argparse
+import concurrent.futures
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+# Reason code -> how many tests may be skipped for it. A skip message reads "code: what is missing".
+SKIP_LIMITS = {
+    "needs-isa": 8,  # the processor lacks an instruction set
+    "needs-torch": 8,  # torch is no requirement of the project
+    "needs-models": 0,  # the embedded model is part of every checkout
+}
+
+
+class Result:
+    def __init__(self, name):
+        self.name, self.passed, self.failed, self.skips, self.seconds, self.log = name, 0, 0, [], 0.0, None
+
+
+def read_junit(path, result):
+    """Adds the test cases of a JUnit file (GoogleTest and pytest both write it)."""
+    for case in ET.parse(path).getroot().iter("testcase"):
+        skipped = case.find("skipped")
+        if case.find("failure") is not None or case.find("error") is not None:
+            result.failed += 1
+        elif skipped is not None:
+            result.skips.append((case.get("classname", "") + "." + case.get("name", ""), skipped.get("message") or skipped.text or ""))
+        elif case.get("status") == "notrun":  # a DISABLED_ GoogleTest
+            result.skips.append((case.get("classname", "") + "." + case.get("name", ""), "disabled"))
+        else:
+            result.passed += 1
+
+
+def run_one(name, command, results, timeout, environment):
+    result = Result(name)
+    report = results / (name.replace("/", "-") + ".xml")
+    result.log = report.with_suffix(".log")
+    report.unlink(missing_ok=True)
+    start = time.monotonic()
+    note = ""
+    with open(result.log, "wb") as log:
+        process = subprocess.Popen([part.replace("{report}", str(report)) for part in command], cwd=ROOT, stdin=subprocess.DEVNULL,
+                                   stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+        try:
+            status = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            status, note = 1, f"ran past its limit of {timeout} s"
+    result.seconds = time.monotonic() - start
+    if report.exists():
+        try:
+            read_junit(report, result)
+        except ET.ParseError:
+            note = note or "left a broken report"
+    total = result.passed + result.failed + len(result.skips)
+    if status != 0 and result.failed == 0:
+        result.failed += 1
+        note = note or f"ended with status {status} without a failed test (crash, leak or sanitizer report)"
+    elif total == 0:
+        result.failed += 1
+        note = "ran no test"
+    if note:
+        with open(result.log, "a", encoding="utf-8") as log:
+            log.write(f"\nrun_tests: {name} {note}\n")
+    return result
+
+
+def refused_skips(results, limits):
+    """Texts of the skips that no limit allows."""
+    counts, problems = {}, []
+    for result in results:
+        for test, message in result.skips:
+            code = message.strip().split(":")[0].strip()
+            if code not in limits:
+                problems.append(f"{result.name}: {test} was skipped without a known reason code: {message.strip()[:100]!r}")
+            else:
+                counts[code] = counts.get(code, 0) + 1
+    problems += [f"{n} tests were skipped as {c!r}, at most {limits[c]} may be" for c, n in sorted(counts.items()) if n > limits[c]]
+    return problems
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--build", type=pathlib.Path, default=ROOT / "build" / "release")
+    parser.add_argument("--only", choices=["cpp", "python"], action="append", help="this runner alone")
+    parser.add_argument("--match", default="", help="only files whose name contains this")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--timeout", type=int, default=600, help="seconds for one file")
+    parser.add_argument("--max-skips", type=int, default=16, help="skips in all, beside the limit of each reason code")
+    parser.add_argument("--summary", type=pathlib.Path, help="also write the sums as JSON here")
+    args = parser.parse_args()
+    build = args.build.resolve()
+    runners = args.only or ["cpp", "python"]
+    folder = build / "test-results"
+    folder.mkdir(parents=True, exist_ok=True)
+
+    tasks = []
+    if "python" in runners:
+        for path in sorted((ROOT / "tests" / "python").glob("test_*.py")):
+            tasks.append(("python/" + path.stem, [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5",
+                                                  "--junitxml={report}", str(path.relative_to(ROOT))]))
+    if "cpp" in runners:
+        for path in sorted((build / "tests").glob("*_test")):
+            tasks.append(("cpp/" + path.name, [str(path), "--gtest_output=xml:{report}", "--gtest_brief=1"]))
+    tasks = [t for t in tasks if args.match in t[0]]
+    if not tasks:
+        print(f"run_tests: found no test in {build / 'tests'} and tests/python", file=sys.stderr)
+        return 1
+    # The longest of the last run first, so that no core idles at the end.
+    times_file = folder / "seconds.json"
+    try:
+        seconds = json.loads(times_file.read_text())
+    except (OSError, ValueError):
+        seconds = {}
+    tasks.sort(key=lambda t: -seconds.get(t[0], 1e9))
+
+    environment = dict(os.environ, PYTHONDONTWRITEBYTECODE="1")
+    if args.build != parser.get_default("build"):
+        environment["SPECSTATE_LIBRARY_PATH"] = str(build / "lib")
+    start = time.monotonic()
+    results = []
+    with concurrent.futures.ThreadPoolExecutor(max(1, args.jobs)) as pool:
+        for future in concurrent.futures.as_completed(
+                [pool.submit(run_one, name, command, folder, args.timeout, environment) for name, command in tasks]):
+            r = future.result()
+            results.append(r)
+            state = "FAILED" if r.failed else "ok"
+            skips = f", {len(r.skips)} skipped" if r.skips else ""
+            failed = f", {r.failed} failed" if r.failed else ""
+            print(f"{state:6} {r.name:32} {r.passed} passed{failed}{skips}  {r.seconds:.1f} s", flush=True)
+            if r.failed:
+                print("\n".join("    " + line for line in r.log.read_text(errors="replace").splitlines()[-80:]), flush=True)
+    times_file.write_text(json.dumps({**seconds, **{r.name: round(r.seconds, 1) for r in results}}, indent=0, sort_keys=True))
+
+    problems = refused_skips(results, SKIP_LIMITS)
+    for r in results:
+        for test, message in r.skips:
+            print(f"skipped: {r.name}: {test}: {message.strip()}")
+    skipped = sum(len(r.skips) for r in results)
+    if skipped > args.max_skips:
+        problems.append(f"{skipped} tests were skipped in all, at most {args.max_skips} may be")
+    for problem in problems:
+        print("FAILED " + problem)
+    for runner in runners:
+        mine = [r for r in results if r.name.startswith(runner + "/")]
+        print(f"{runner}: {sum(r.passed for r in mine)} passed, {sum(r.failed for r in mine)} failed, "
+              f"{sum(len(r.skips) for r in mine)} skipped in {sum(r.seconds for r in mine):.0f} s of {len(mine)} processes")
+    passed, failed = sum(r.passed for r in results), sum(r.failed for r in results) + len(problems)
+    if args.summary:
+        args.summary.write_text(json.dumps({"passed": passed, "failed": failed, "skipped": skipped, "seconds": time.monotonic() - start}))
+    print(f"took {time.monotonic() - start:.0f} s")
+    print(f"{passed} passed, {failed} failed, {skipped} skipped")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
