@@ -7,10 +7,10 @@
 namespace specstate::accept {
 
 struct VerifyGreedyArgs {
-  const void* candidates;          // [batch, width] int32 or int64
-  const void* target_argmax;       // [batch, width] same dtype
-  std::int32_t* accept_lens;       // [batch]
-  void* out_tokens;                // [batch, width] same dtype
+  const void* candidates;     // [batch, width] int32 or int64
+  const void* target_argmax;  // [batch, width] same dtype
+  std::int32_t* accept_lens;  // [batch]
+  void* out_tokens;           // [batch, width] same dtype
   std::int64_t candidates_stride[2], target_stride[2], accept_stride, out_stride[2];
   std::int64_t batch, width;
   bool is_int64;

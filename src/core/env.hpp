@@ -15,12 +15,12 @@ struct EnvVariable {
 const std::vector<EnvVariable>& env_table();
 
 struct Environment {
-  int num_threads = 0;  // 0: all cores that the process may use
-  int log_level = 1;    // 0 error, 1 warning, 2 info, 3 debug
-  std::string log_dest; // empty: stderr
-  bool check = false;   // extra run-time checks
-  std::string trace;    // Chrome trace file
-  std::string backend;  // "" or "cpu" or "cuda"
+  int num_threads = 0;   // 0: all cores that the process may use
+  int log_level = 1;     // 0 error, 1 warning, 2 info, 3 debug
+  std::string log_dest;  // empty: stderr
+  bool check = false;    // extra run-time checks
+  std::string trace;     // Chrome trace file
+  std::string backend;   // "" or "cpu" or "cuda"
 };
 
 const Environment& env();

@@ -69,9 +69,7 @@ ArgCheck& ArgCheck::shape(std::initializer_list<Dim> expected) {
     switch (d.kind_) {
       case Dim::Kind::kExact: text += std::to_string(d.value_); break;
       case Dim::Kind::kAny: text += d.name_; break;
-      case Dim::Kind::kAtLeast:
-        text += (d.name_ ? std::string(d.name_) + " " : std::string()) + ">= " + std::to_string(d.value_);
-        break;
+      case Dim::Kind::kAtLeast: text += (d.name_ ? std::string(d.name_) + " " : std::string()) + ">= " + std::to_string(d.value_); break;
       case Dim::Kind::kSym:
         text += d.sym_->name();
         if (d.sym_->bound()) text += "=" + std::to_string(d.sym_->value());

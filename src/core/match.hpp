@@ -44,8 +44,8 @@ class Sym {
 class Dim {
  public:
   Dim(std::int64_t exact) : kind_(Kind::kExact), value_(exact) {}  // NOLINT: implicit on purpose
-  Dim(int exact) : Dim(static_cast<std::int64_t>(exact)) {}         // NOLINT
-  Dim(Sym& sym) : kind_(Kind::kSym), sym_(&sym) {}                  // NOLINT
+  Dim(int exact) : Dim(static_cast<std::int64_t>(exact)) {}        // NOLINT
+  Dim(Sym& sym) : kind_(Kind::kSym), sym_(&sym) {}                 // NOLINT
   static Dim any(const char* name = "*") { return Dim(Kind::kAny, 0, name); }
   static Dim at_least(std::int64_t n, const char* name = nullptr) { return Dim(Kind::kAtLeast, n, name); }
 

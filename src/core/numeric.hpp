@@ -70,7 +70,7 @@ SPECSTATE_HD inline float16 from_float<float16>(float x) {
   const std::uint32_t u = bits_of(x), sign = (u >> 16) & 0x8000u, a = u & 0x7FFFFFFFu;
   if (a > 0x7F800000u) return {static_cast<std::uint16_t>(sign | 0x7E00u)};
   if (a >= 0x477FF000u) return {static_cast<std::uint16_t>(sign | 0x7C00u)};  // rounds to infinity
-  if (a < 0x38800000u) {                                                       // subnormal: add 0.5 to let the FPU round
+  if (a < 0x38800000u) {                                                      // subnormal: add 0.5 to let the FPU round
     const float m = from_bits(a) + 0.5f;
     return {static_cast<std::uint16_t>(sign | (bits_of(m) - 0x3F000000u))};
   }
@@ -83,8 +83,8 @@ SPECSTATE_HD inline float8_e4m3fn from_float<float8_e4m3fn>(float x) {
   const std::uint32_t u = bits_of(x), sign = (u >> 24) & 0x80u, a = u & 0x7FFFFFFFu;
   if (a > 0x7F800000u) return {static_cast<std::uint8_t>(sign | 0x7Fu)};
   if (a >= 0x43E00000u) return {static_cast<std::uint8_t>(sign | 0x7Eu)};  // >= 448
-  if (a < 0x3C800000u) {                                                    // below 2^-6: subnormal, unit 2^-9
-    const float m = from_bits(a) + 16384.0f;                                // ulp of 2^14 is 2^-9
+  if (a < 0x3C800000u) {                                                   // below 2^-6: subnormal, unit 2^-9
+    const float m = from_bits(a) + 16384.0f;                               // ulp of 2^14 is 2^-9
     return {static_cast<std::uint8_t>(sign | (bits_of(m) - 0x46800000u))};
   }
   const std::uint32_t r = a + 0x7FFFFu + ((a >> 20) & 1u);

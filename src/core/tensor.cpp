@@ -46,9 +46,7 @@ const char* name_of(DType dtype) noexcept {
   return "unknown";
 }
 
-std::string name_of(const Device& device) {
-  return device.type == DeviceType::kCpu ? "cpu" : "cuda:" + std::to_string(device.index);
-}
+std::string name_of(const Device& device) { return device.type == DeviceType::kCpu ? "cpu" : "cuda:" + std::to_string(device.index); }
 
 TensorView::TensorView(void* data_, DType dtype_, std::initializer_list<std::int64_t> sizes_, Device device_)
     : data(data_), dtype(dtype_), device(device_), ndim(static_cast<std::int32_t>(sizes_.size())) {

@@ -17,8 +17,7 @@ namespace {
 
 class TbbExecutor final : public Executor {
  public:
-  TbbExecutor()
-      : threads_(core::env().num_threads > 0 ? core::env().num_threads : tbb::info::default_concurrency()), arena_(threads_) {}
+  TbbExecutor() : threads_(core::env().num_threads > 0 ? core::env().num_threads : tbb::info::default_concurrency()), arena_(threads_) {}
 
   void parallel_for(std::int64_t n, std::int64_t grain, Body body, void* context) override {
     if (threads_ == 1) return body(context, 0, n);

@@ -18,8 +18,7 @@ void parallel_for(std::int64_t n, std::int64_t grain, F&& body) {
   }
   using Fn = std::remove_reference_t<F>;
   executor().parallel_for(
-      n, std::max<std::int64_t>(1, grain),
-      [](void* f, std::int64_t begin, std::int64_t end) { (*static_cast<Fn*>(f))(begin, end); },
+      n, std::max<std::int64_t>(1, grain), [](void* f, std::int64_t begin, std::int64_t end) { (*static_cast<Fn*>(f))(begin, end); },
       const_cast<void*>(static_cast<const void*>(&body)));
 }
 

@@ -90,7 +90,9 @@ TEST(Matcher, NamesOperationArgumentExpectedAndGot) {
   check.arg("t", t).required().dtype(DType::kFloat32).shape({B, K});
   EXPECT_EQ(B.value(), 3);
   EXPECT_EQ(text_of([&] { check.arg("u", u).shape({B, K}); }), "swap: u: expected shape [B=3, K=4], got (3, 2).");
-  EXPECT_EQ(text_of([&] { check.arg("u", u).dtype({DType::kInt32, DType::kInt64}); }),
+  EXPECT_EQ(text_of([&] {
+              check.arg("u", u).dtype({DType::kInt32, DType::kInt64});
+            }),
             "swap: u: expected dtype int32 or int64, got float32.");
   EXPECT_EQ(text_of([&] { check.arg("v", TensorView{}).required(); }), "swap: v: expected a tensor, got none.");
   EXPECT_EQ(text_of([&] { check.arg("u", u).shape({Dim::at_least(4, "B")}); }), "swap: u: expected shape [B >= 4], got (3, 2).");
