@@ -1,0 +1,265 @@
+#include "cpu/matmul.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+#include <string>
+#include <vector>
+
+#include "core/numeric.hpp"
+#include "cpu/parallel.hpp"
+#include "specstate/error.hpp"
+
+// The layout. A panel is 16 outputs. fp32: element (i, lane) at 16 i + lane. bf16: two successive k share a 32-bit word, the even one
+// in the low half, so that one load gives two expanded vectors for a shift and a mask: word (i / 2, lane) at 16 (i / 2) + lane.
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "cpu/matmul.cpp"
+#include "cpu/simd.hpp"
+//
+#include "hwy/foreach_target.h"
+#include "hwy/highway.h"
+
+#ifndef SPECSTATE_CPU_MATMUL_ONCE
+#define SPECSTATE_CPU_MATMUL_ONCE
+namespace specstate::cpu {
+
+constexpr std::int64_t kPanel = 16;  // outputs in a panel
+constexpr std::int64_t kGroup = 4;   // panels in a piece of work: 64 outputs
+
+struct MatmulCall {
+  const std::uint8_t* w;
+  std::int64_t panel_bytes, n, k;
+  bool bf16;
+  const float* x;
+  std::int64_t x_stride;
+  float* y;
+  std::int64_t y_stride;
+  MatmulAdd plus;
+};
+
+}  // namespace specstate::cpu
+#endif
+
+HWY_BEFORE_NAMESPACE();
+namespace specstate::cpu::HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+
+using DF = hn::CappedTag<float, kPanel>;
+using DU = hn::RebindToUnsigned<DF>;
+using VF = hn::Vec<DF>;
+constexpr int kLanes = static_cast<int>(hn::MaxLanes(DF()));
+constexpr int kVecs = kPanel / kLanes;  // vectors in a panel
+
+// How many accumulators the register file holds beside weights and one broadcast.
+#if HWY_TARGET == HWY_AVX3
+constexpr int kAccumulators = 16;
+#else
+constexpr int kAccumulators = 12;
+#endif
+constexpr int kMaxRows = std::clamp(kAccumulators / kVecs, 1, 8);
+constexpr int panels_at_once(int rows) { return std::max(1, std::min<int>(kGroup, kAccumulators / (rows * kVecs))); }
+
+// R rows of kPanels neighbouring panels. xt is [k][R]: R broadcasts a step from one stream.
+template <int R, int kPanels, bool kBf16>
+HWY_NOINLINE void tile(const MatmulCall& c, std::int64_t panel, const float* HWY_RESTRICT xt, std::int64_t row) {
+  const DF d;
+  const DU du;
+  constexpr int V = kPanels * kVecs;
+  VF acc[R][V];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
+    for (int v = 0; v < V; ++v) acc[r][v] = hn::Zero(d);
+
+  const std::uint8_t* HWY_RESTRICT w = c.w + panel * c.panel_bytes;
+  const std::int64_t panel_bytes = c.panel_bytes;
+  const auto step = [&](const VF(&wv)[V]) HWY_ATTR {
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const VF b = hn::Set(d, xt[r]);
+#pragma GCC unroll 16
+      for (int v = 0; v < V; ++v) acc[r][v] = hn::MulAdd(b, wv[v], acc[r][v]);
+    }
+    xt += R;
+  };
+  if constexpr (kBf16) {
+    const auto high = hn::Set(du, 0xFFFF0000u);
+    VF even[V], odd[V];
+    const auto load = [&]() HWY_ATTR {
+#pragma GCC unroll 16
+      for (int v = 0; v < V; ++v) {
+        const auto pair =
+            hn::Load(du, reinterpret_cast<const std::uint32_t*>(w + (v / kVecs) * panel_bytes) + (v % kVecs) * kLanes);
+        even[v] = hn::BitCast(d, hn::ShiftLeft<16>(pair));
+        odd[v] = hn::BitCast(d, hn::And(pair, high));
+      }
+      w += kPanel * 4;
+    };
+    for (std::int64_t i = c.k / 2; i > 0; --i) {
+      load();
+      step(even);
+      step(odd);
+    }
+    if (c.k % 2) {
+      load();
+      step(even);
+    }
+  } else {
+    VF wv[V];
+    for (std::int64_t i = c.k; i > 0; --i) {
+#pragma GCC unroll 16
+      for (int v = 0; v < V; ++v)
+        wv[v] = hn::Load(d, reinterpret_cast<const float*>(w + (v / kVecs) * panel_bytes) + (v % kVecs) * kLanes);
+      w += kPanel * 4;
+      step(wv);
+    }
+  }
+
+  const std::int64_t column = panel * kPanel, left = c.n - column;
+  for (int r = 0; r < R; ++r) {
+    float* y = c.y + (row + r) * c.y_stride + column;
+    const float* bias = c.plus.bias ? c.plus.bias + column : nullptr;
+    const float* add = c.plus.add ? c.plus.add + (row + r) * c.plus.add_stride + column : nullptr;
+    if (left >= kPanels * kPanel) {
+#pragma GCC unroll 16
+      for (int v = 0; v < V; ++v) {
+        VF s = acc[r][v];
+        if (bias) s = hn::Add(s, hn::LoadU(d, bias + v * kLanes));
+        if (add) s = hn::Add(s, hn::LoadU(d, add + v * kLanes));
+        hn::StoreU(s, d, y + v * kLanes);
+      }
+    } else {
+      HWY_ALIGN float tail[kPanels * kPanel];
+#pragma GCC unroll 16
+      for (int v = 0; v < V; ++v) hn::Store(acc[r][v], d, tail + v * kLanes);
+      for (std::int64_t j = 0; j < left; ++j) {
+        float s = tail[j];
+        if (bias) s += bias[j];
+        if (add) s += add[j];
+        y[j] = s;
+      }
+    }
+  }
+}
+
+template <int R, bool kBf16>
+void rows_of(const MatmulCall& c, std::int64_t panel, std::int64_t end, const float* xt, std::int64_t row) {
+  constexpr int P = panels_at_once(R);
+  for (; panel + P <= end; panel += P) tile<R, P, kBf16>(c, panel, xt, row);
+  if constexpr (P > 1)
+    for (; panel < end; ++panel) tile<R, 1, kBf16>(c, panel, xt, row);
+}
+
+template <int R = kMaxRows>
+void block(int rows, const MatmulCall& c, std::int64_t panel, std::int64_t end, const float* xt, std::int64_t row) {
+  if (rows == R) return c.bf16 ? rows_of<R, true>(c, panel, end, xt, row) : rows_of<R, false>(c, panel, end, xt, row);
+  if constexpr (R > 1) block<R - 1>(rows, c, panel, end, xt, row);
+}
+
+/// Rows [row, row + rows), panel groups [begin, end). `scratch` holds rows * k floats.
+void matmul_piece(const MatmulCall& c, std::int64_t row, std::int64_t rows, std::int64_t begin, std::int64_t end, float* scratch) {
+  const std::int64_t panels = (c.n + kPanel - 1) / kPanel;
+  const std::int64_t blocks = (rows + kMaxRows - 1) / kMaxRows;
+  const auto first = [&](std::int64_t b) { return b * rows / blocks; };  // block sizes differ by one at most
+  for (std::int64_t b = 0; b < blocks; ++b) {
+    const std::int64_t r0 = first(b), count = first(b + 1) - r0;
+    if (count == 1) continue;  // [k][1] is the row itself
+    float* xt = scratch + r0 * c.k;
+    for (std::int64_t r = 0; r < count; ++r) {
+      const float* x = c.x + (row + r0 + r) * c.x_stride;
+      for (std::int64_t i = 0; i < c.k; ++i) xt[i * count + r] = x[i];
+    }
+  }
+  for (std::int64_t g = begin; g < end; ++g)
+    for (std::int64_t b = 0; b < blocks; ++b) {
+      const std::int64_t r0 = first(b), count = first(b + 1) - r0;
+      const float* xt = count == 1 ? c.x + (row + r0) * c.x_stride : scratch + r0 * c.k;
+      block(static_cast<int>(count), c, g * kGroup, std::min(panels, (g + 1) * kGroup), xt, row + r0);
+    }
+}
+
+}  // namespace specstate::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace specstate::cpu {
+
+HWY_EXPORT(matmul_piece);
+
+namespace {
+
+constexpr std::int64_t kAlign = 64;
+
+std::int64_t panel_bytes(std::int64_t k, DType dtype) { return dtype == DType::kBFloat16 ? (k + 1) / 2 * kPanel * 4 : k * kPanel * 4; }
+
+/// Byte offset of element (row, col) in the packed form.
+std::int64_t offset_of(std::int64_t row, std::int64_t col, std::int64_t k, DType dtype) {
+  const std::int64_t panel = row / kPanel * panel_bytes(k, dtype), lane = row % kPanel;
+  return dtype == DType::kBFloat16 ? panel + (col / 2 * kPanel + lane) * 4 + col % 2 * 2 : panel + (col * kPanel + lane) * 4;
+}
+
+}  // namespace
+
+void PackedMatrix::Free::operator()(void* p) const { ::operator delete(p, std::align_val_t{kAlign}); }
+
+std::int64_t PackedMatrix::bytes(std::int64_t n, std::int64_t k, DType dtype) { return (n + kPanel - 1) / kPanel * panel_bytes(k, dtype); }
+
+PackedMatrix::PackedMatrix(std::int64_t n, std::int64_t k, DType dtype, void* memory) : data_(memory), n_(n), k_(k), dtype_(dtype) {
+  if (dtype != DType::kBFloat16 && dtype != DType::kFloat32)
+    throw Error(ErrorKind::kInternal, std::string("internal error: PackedMatrix: expected bfloat16 or float32, got ") + name_of(dtype) + ".");
+  const auto size = static_cast<std::size_t>(bytes(n, k, dtype));
+  if (!memory) {
+    own_.reset(::operator new(std::max<std::size_t>(size, kAlign), std::align_val_t{kAlign}));
+    data_ = own_.get();
+  }
+  std::memset(data_, 0, size);
+}
+
+PackedMatrix::PackedMatrix(const void* w, std::int64_t n, std::int64_t k, DType dtype, void* memory) : PackedMatrix(n, k, dtype, memory) {
+  set_rows(0, n, w, k);
+}
+
+void PackedMatrix::set_rows(std::int64_t begin, std::int64_t count, const void* w, std::int64_t row_stride, std::int64_t col_stride) {
+  const auto copy = [&]<class T>(const T* source) {
+    for (std::int64_t r = 0; r < count; ++r)
+      for (std::int64_t i = 0; i < k_; ++i)
+        std::memcpy(static_cast<std::uint8_t*>(data_) + offset_of(begin + r, i, k_, dtype_), source + r * row_stride + i * col_stride, sizeof(T));
+  };
+  dtype_ == DType::kBFloat16 ? copy(static_cast<const core::bfloat16*>(w)) : copy(static_cast<const float*>(w));
+}
+
+float PackedMatrix::at(std::int64_t row, std::int64_t col) const {
+  const auto* p = static_cast<const std::uint8_t*>(data_) + offset_of(row, col, k_, dtype_);
+  if (dtype_ == DType::kBFloat16) return core::to_float(*reinterpret_cast<const core::bfloat16*>(p));
+  return *reinterpret_cast<const float*>(p);
+}
+
+void matmul(const PackedMatrix& w, const float* x, std::int64_t x_stride, std::int64_t rows, float* y, std::int64_t y_stride,
+            const MatmulAdd& plus) {
+  if (rows <= 0 || w.n() <= 0) return;
+  const std::int64_t k = w.k();
+  const MatmulCall call{static_cast<const std::uint8_t*>(w.data()), panel_bytes(k, w.dtype()), w.n(), k, w.dtype() == DType::kBFloat16,
+                        x, x_stride, y, y_stride, plus};
+  // A chunk of rows keeps its x in the second-level cache while the weights pass by once.
+  constexpr std::int64_t kChunkFloats = 128 * 1024;
+  const std::int64_t most = std::max<std::int64_t>(24, kChunkFloats / std::max<std::int64_t>(1, k) / 24 * 24);
+  const std::int64_t chunks = (rows + most - 1) / most;
+  const std::int64_t groups = (w.n() + kGroup * kPanel - 1) / (kGroup * kPanel);
+  // Pieces of a few microseconds at least: bound by 2-byte weights at 40 GB/s or by 80 GFLOP/s.
+  const double nanoseconds = static_cast<double>(kGroup * kPanel * k) * std::max(2.0 / 40, static_cast<double>(rows) / chunks * 2 / 80);
+  const std::int64_t grain = static_cast<std::int64_t>(5000 / std::max(1.0, nanoseconds)) + 1;
+  parallel_for(chunks * groups, grain, [&](std::int64_t begin, std::int64_t end) {
+    thread_local std::vector<float> scratch;
+    while (begin < end) {
+      const std::int64_t chunk = begin / groups, g0 = begin % groups, g1 = std::min(groups, g0 + end - begin);
+      const std::int64_t r0 = chunk * rows / chunks, r1 = (chunk + 1) * rows / chunks;
+      if (r1 - r0 > 1 && scratch.size() < static_cast<std::size_t>((r1 - r0) * k)) scratch.resize(static_cast<std::size_t>((r1 - r0) * k));
+      HWY_DYNAMIC_DISPATCH(matmul_piece)(call, r0, r1 - r0, g0, g1, scratch.data());
+      begin += g1 - g0;
+    }
+  });
+}
+
+}  // namespace specstate::cpu
+#endif
