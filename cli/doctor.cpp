@@ -1,0 +1,92 @@
+#include "doctor.hpp"
+
+#include <fmt/format.h>
+#include <hwy/targets.h>
+
+#include <cstdio>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <vector>
+
+#include "core/dispatch.hpp"
+#include "cuda_probe.hpp"
+#include "output.hpp"
+#include "runtime/checkpoint.hpp"
+#include "specstate/error.hpp"
+#include "specstate/executor.hpp"
+#include "specstate/runtime.hpp"
+#include "specstate/version.hpp"
+
+namespace specstate::cli {
+
+namespace {
+
+/// The best instruction set that both this build and this processor have: the one Highway takes.
+const char* simd_in_use() {
+  const std::int64_t both = hwy::SupportedTargets() & HWY_TARGETS;
+  return hwy::TargetName(both & -both);  // a lower bit is a better target
+}
+
+}  // namespace
+
+int run_doctor(const DoctorOptions& options) {
+  std::vector<std::string> missing;
+  nlohmann::ordered_json j;
+  std::string text;
+  const auto line = [&](const char* what, const std::string& value) { text += fmt::format("{:<14}{}\n", what, value); };
+
+  j["version"] = SPECSTATE_VERSION;
+  j["build"] = {{"cuda", core::cuda_built()}, {"compiler", __VERSION__}};
+  line("specstate", fmt::format("{}, {}CUDA kernels, compiler {}", SPECSTATE_VERSION, core::cuda_built() ? "with " : "without ", __VERSION__));
+
+  j["cpu"] = {{"simd", simd_in_use()}, {"threads", executor().concurrency()}};
+  line("CPU", fmt::format("{} instructions, {} threads", simd_in_use(), executor().concurrency()));
+
+  const CudaReport cuda = probe_cuda();
+  auto& g = j["gpu"] = {{"driver_found", cuda.driver_found}, {"driver_version", cuda.driver_version}, {"problem", cuda.problem}};
+  g["devices"] = nlohmann::ordered_json::array();
+  for (const GpuReport& d : cuda.devices) {
+    g["devices"].push_back({{"name", d.name},
+                            {"compute_capability", fmt::format("{}.{}", d.major, d.minor)},
+                            {"multiprocessors", d.multiprocessors},
+                            {"memory_gib", d.memory_gib},
+                            {"pinned_to_device_gbps", d.pinned_to_device_gbps},
+                            {"device_to_pinned_gbps", d.device_to_pinned_gbps},
+                            {"problem", d.problem}});
+    line("GPU", fmt::format("{}, compute capability {}.{}, {} SMs, {:.0f} GiB", d.name, d.major, d.minor, d.multiprocessors, d.memory_gib));
+    line("  host link", d.problem.empty() ? fmt::format("{:.1f} GB/s from pinned memory, {:.1f} GB/s back", d.pinned_to_device_gbps, d.device_to_pinned_gbps)
+                                          : "not measured: " + d.problem);
+  }
+  if (cuda.devices.empty()) {
+    line("GPU", "no GPU: " + cuda.problem);
+    missing.push_back("a GPU: " + cuda.problem + " (the CPU backend needs none)");
+  } else if (!core::cuda_built()) {
+    missing.push_back("CUDA kernels in this build: configure with -DSPECSTATE_CUDA=ON");
+  }
+
+  const std::string model = options.model.empty() ? runtime::find_embedded_model() : options.model;
+  bool usable = false;
+  std::string state = "not found";
+  if (!model.empty()) {
+    try {
+      state = runtime::describe_checkpoint(model);
+      usable = true;
+    } catch (const Error& e) {
+      state = e.what();
+    }
+  }
+  j["model"] = {{"path", model}, {"usable", usable}, {"state", state}};
+  line("model", model.empty() ? "not found" : model + ": " + state);
+  if (!usable) missing.push_back("the embedded model (models/specstate-bytes): " + state + "; name a folder with --model");
+
+  j["missing"] = missing;
+  for (const std::string& m : missing) line("missing", m);
+  if (missing.empty()) line("missing", "nothing");
+
+  if (!options.json.empty()) write_json(options.json, j.dump(2, ' ', false, nlohmann::json::error_handler_t::replace));
+  if (options.json != "-") std::fputs(text.c_str(), stdout);
+  // Absent parts are what a doctor reports, not a failure of the doctor; only a folder that was named must be usable.
+  return options.model.empty() || usable ? kOk : kFailure;
+}
+
+}  // namespace specstate::cli
