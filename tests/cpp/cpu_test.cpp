@@ -17,6 +17,7 @@
 #include "cpu/matmul.hpp"
 #include "cpu/parallel.hpp"
 #include "cpu/simd_target.hpp"
+#include "cpu/vector.hpp"
 #include "specstate/error.hpp"
 
 using namespace specstate;
@@ -247,6 +248,175 @@ TEST(Matmul, NothingToDo) {
   float untouched = kPoison;
   matmul(p.packed, nullptr, 0, 0, &untouched, 3);
   EXPECT_EQ(untouched, kPoison);
+}
+
+/// Distance in representable floats.
+double ulps(float got, double exact) {
+  if (std::isnan(exact) && std::isnan(got)) return 0;
+  const float e = static_cast<float>(exact);
+  if (got == e) return std::isinf(e) ? 0 : std::fabs(got - exact) / std::max(std::nextafter(std::fabs(e), INFINITY) - std::fabs(e), 0x1p-149f);
+  const double unit = std::max(static_cast<double>(std::nextafter(std::fabs(e), INFINITY)) - std::fabs(e), 0x1p-149);
+  return std::fabs(got - exact) / unit;
+}
+
+TEST(Vector, ExpAndSigmoidAreAccurateEverywhere) {
+  std::vector<float> x;
+  for (std::uint32_t bits = 0; bits < 0x7F800000u; bits += 4099) {  // every binade, both signs
+    x.push_back(core::from_bits(bits));
+    x.push_back(-core::from_bits(bits));
+  }
+  for (int i = -110 * 2048; i < 95 * 2048; ++i) x.push_back(static_cast<float>(i) / 2048 + 1e-4f);
+  for (float v : {0.0f, -0.0f, 88.72283f, 88.72284f, -103.97f, -103.98f, INFINITY, -INFINITY, NAN}) x.push_back(v);
+  on_each_target([&](const SimdTarget& t) {
+    std::vector<float> e(x.size(), kPoison), s(x.size(), kPoison), u(x.size(), kPoison);
+    cpu::exp(x.data(), e.data(), x.size());
+    cpu::sigmoid(x.data(), s.data(), x.size());
+    cpu::silu(x.data(), u.data(), x.size());
+    double worst_exp = 0, worst_sigmoid = 0, worst_silu = 0;
+    for (std::size_t i = 0; i < x.size(); ++i) {
+      const double v = x[i], sig = v > 0 ? 1 / (1 + std::exp(-v)) : std::exp(v) / (1 + std::exp(v));
+      const double exact = std::exp(v);
+      if (exact >= 0x1.ffffffp127)
+        EXPECT_EQ(e[i], INFINITY) << x[i];
+      else
+        worst_exp = std::max(worst_exp, ulps(e[i], exact));
+      worst_sigmoid = std::max(worst_sigmoid, ulps(s[i], std::isinf(v) ? (v > 0 ? 1 : 0) : sig));
+      if (!std::isfinite(v)) continue;
+      if (v > -87)
+        worst_silu = std::max(worst_silu, ulps(u[i], v * sig));
+      else  // the sigmoid is subnormal
+        EXPECT_NEAR(u[i], v * sig, 2 * 104 * 0x1p-149);
+    }
+    EXPECT_LE(worst_exp, 1.01) << t.name;
+    EXPECT_LE(worst_sigmoid, 2.5) << t.name;
+    EXPECT_LE(worst_silu, 3.0) << t.name;
+    std::printf("  %s: exp %.3f, sigmoid %.3f, silu %.3f ulp at most\n", t.name, worst_exp, worst_sigmoid, worst_silu);
+    EXPECT_TRUE(std::isnan(e.back()) && std::isnan(s.back()) && std::isnan(u.back()));
+  });
+}
+
+TEST(Vector, TailsHaveTheBitsOfTheBody) {
+  const std::int64_t n = 67;
+  const auto x = random_floats(n, 1), g = random_floats(n, 2);
+  using Map = std::function<void(const float*, const float*, float*, std::int64_t)>;
+  const std::vector<std::pair<const char*, Map>> maps{
+      {"exp", [](auto a, auto, auto y, auto m) { cpu::exp(a, y, m); }},
+      {"sigmoid", [](auto a, auto, auto y, auto m) { cpu::sigmoid(a, y, m); }},
+      {"silu", [](auto a, auto, auto y, auto m) { cpu::silu(a, y, m); }},
+      {"swiglu", [](auto a, auto b, auto y, auto m) { cpu::swiglu(a, b, y, m); }},
+      {"axpy", [](auto a, auto b, auto y, auto m) { std::copy_n(b, m, y), cpu::axpy(0.7f, a, y, m); }},
+  };
+  on_each_target([&](const SimdTarget& t) {
+    for (const auto& [name, f] : maps) {
+      std::vector<float> whole(n), one(n);
+      f(x.data(), g.data(), whole.data(), n);
+      for (std::int64_t i = 0; i < n; ++i) f(x.data() + i, g.data() + i, one.data() + i, 1);
+      EXPECT_TRUE(same_bits(whole, one)) << name << " " << t.name;
+      for (std::int64_t m = 0; m < n; ++m) {
+        std::vector<float> part(n, kPoison), expected(n, kPoison);
+        std::copy_n(whole.data(), m, expected.data());
+        f(x.data(), g.data(), part.data(), m);
+        EXPECT_TRUE(same_bits(part, expected)) << name << " " << m << " " << t.name;
+      }
+    }
+  });
+}
+
+/// The 32 chains of vector.hpp.
+template <class F>
+float chains(std::int64_t n, F add) {
+  float c[32] = {};
+  for (std::int64_t i = 0; i < n; ++i) c[i % 32] = add(c[i % 32], i);
+  for (int half = 16; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) c[i] += c[i + half];
+  return c[0];
+}
+
+TEST(Vector, SumsRunInTheDefinedOrder) {
+  for (std::int64_t n : {0, 1, 5, 31, 32, 33, 64, 100, 257}) {
+    const auto a = random_floats(n, 1), b = random_floats(n, 2), w = random_floats(n, 3);
+    const auto h = to_bf16(b);
+    on_each_target([&](const SimdTarget& t) {
+      const auto chain = [&](auto&& x, auto&& y) {
+        return chains(n, [&](float c, std::int64_t i) { return t.fma ? std::fma(x(i), y(i), c) : c + x(i) * y(i); });
+      };
+      const auto av = [&](std::int64_t i) { return a[i]; };
+      EXPECT_EQ(cpu::dot(a.data(), b.data(), n), chain(av, [&](auto i) { return b[i]; })) << n << " " << t.name;
+      EXPECT_EQ(cpu::dot(a.data(), h.data(), n), chain(av, [&](auto i) { return core::to_float(h[i]); })) << n << " " << t.name;
+      if (n == 0) return;
+      std::vector<float> y(n, kPoison), expected(n);
+      const float s = 1.0f / std::sqrt(chain(av, av) / static_cast<float>(n) + 1e-5f);
+      for (std::int64_t i = 0; i < n; ++i) expected[i] = a[i] * s * w[i];
+      cpu::rms_norm(a.data(), w.data(), 1e-5f, y.data(), n);
+      EXPECT_TRUE(same_bits(y, expected)) << n << " " << t.name;
+      std::vector<float> ones(n, 1.0f), plain(n, kPoison);
+      cpu::rms_norm(a.data(), ones.data(), 1e-5f, y.data(), n);
+      cpu::rms_norm(a.data(), nullptr, 1e-5f, plain.data(), n);
+      EXPECT_TRUE(same_bits(y, plain));
+    });
+  }
+}
+
+TEST(Vector, SoftmaxAndLayerNormAgreeWithFloat64AndEveryFmaTargetAgreesByBits) {
+  for (std::int64_t n : {1, 2, 15, 32, 33, 200, 1025}) {
+    auto scores = random_floats(n, 7);
+    for (float& s : scores) s *= 20;
+    if (n > 2) scores[1] = -INFINITY;
+    const auto x = random_floats(n, 8), w = random_floats(n, 9), b = random_floats(n, 10);
+    double max = -INFINITY, sum = 0, mean = 0, variance = 0;
+    for (float s : scores) max = std::max<double>(max, s);
+    for (float s : scores) sum += std::exp(s - max);
+    for (float v : x) mean += v / static_cast<double>(n);
+    for (float v : x) variance += (v - mean) * (v - mean) / static_cast<double>(n);
+    std::vector<std::vector<float>> fused;
+    on_each_target([&](const SimdTarget& t) {
+      auto p = scores;
+      cpu::softmax(p.data(), n);
+      std::vector<float> y(n, kPoison);
+      cpu::layer_norm(x.data(), w.data(), b.data(), 1e-6f, y.data(), n);
+      for (std::int64_t i = 0; i < n; ++i) {
+        // e^(s - max): half a unit of s - max, at most 160, is an error of 2^-17 at the far end, where values are tiny.
+        EXPECT_NEAR(p[i], std::exp(scores[i] - max) / sum, 1e-6 * (1e-30 + std::exp(scores[i] - max) / sum) * 20) << n << " " << i;
+        EXPECT_NEAR(y[i], (x[i] - mean) / std::sqrt(variance + 1e-6) * w[i] + b[i], 2e-5) << n << " " << i;
+      }
+      p.insert(p.end(), y.begin(), y.end());
+      if (t.fma) fused.push_back(p);
+    });
+    for (const auto& f : fused) EXPECT_TRUE(same_bits(f, fused.front())) << n;
+  }
+}
+
+TEST(Vector, ConvertsBfloat16) {
+  const auto x = random_floats(77, 3);
+  std::vector<bfloat16> h(77);
+  std::vector<float> y(77);
+  cpu::to_bfloat16(x.data(), h.data(), 77);
+  cpu::to_float(h.data(), y.data(), 77);
+  for (int i = 0; i < 77; ++i) EXPECT_EQ(y[i], core::to_float(core::from_float<bfloat16>(x[i])));
+}
+
+TEST(Parallel, AnInjectedExecutorRunsEveryItemOnceAndIsLetGo) {
+  Executor& built_in = executor();
+  ThreadExecutor e(3, 4);
+  std::vector<std::atomic<int>> hits(103);
+  {
+    Injected use(e);
+    EXPECT_EQ(&executor(), &e);
+    parallel_for(103, 1, [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t i = begin; i < end; ++i) ++hits[i];
+    });
+    parallel_for(0, 1, [&](std::int64_t, std::int64_t) { ADD_FAILURE() << "called for nothing"; });
+    parallel_for(5, 8, [&](std::int64_t begin, std::int64_t end) { EXPECT_TRUE(begin == 0 && end == 5); });  // too small to hand out
+  }
+  EXPECT_EQ(e.calls, 1);
+  for (auto& h : hits) EXPECT_EQ(h, 1);
+  EXPECT_EQ(&executor(), &built_in);
+  std::atomic<std::int64_t> sum{0};
+  parallel_for(1000, 10, [&](std::int64_t begin, std::int64_t end) {
+    EXPECT_LT(begin, end);
+    for (std::int64_t i = begin; i < end; ++i) sum += i;
+  });
+  EXPECT_EQ(sum, 999 * 1000 / 2);
 }
 
 }  // namespace
