@@ -11,4 +11,12 @@ void verify_greedy(const VerifyGreedyParams& params, Stream stream) {
   cpu::run(args, stream);
 }
 
+void verify_rejection(const VerifyRejectionParams& params, Stream stream) {
+  const VerifyRejectionArgs args = check(params);
+  if (params.candidates.device.type == DeviceType::kCuda) core::no_cuda("verify_rejection");
+  cpu::run(args, stream);
+}
+
+void plan_verify_lengths(const PlanVerifyLengthsParams& params) { cpu::run(check(params)); }
+
 }  // namespace specstate::accept

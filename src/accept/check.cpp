@@ -1,12 +1,54 @@
 #include "accept/check.hpp"
 
+#include <cmath>
+
+#include "accept/layout.hpp"
 #include "core/match.hpp"
 
 namespace specstate::accept {
 
 using core::Checker;
-using core::Dim;
 using core::Sym;
+
+namespace {
+
+const char* outputs_apart = "memory of its own";
+
+/// Outputs share memory neither with an input nor with each other.
+void check_apart(const Checker& check, std::initializer_list<std::pair<const char*, const TensorView*>> outs,
+                 std::initializer_list<std::pair<const char*, const TensorView*>> ins) {
+  for (const auto& [name, out] : outs) {
+    for (const auto& [in_name, in] : ins)
+      check.require(!core::may_overlap(*out, *in), name, outputs_apart, std::string("memory that overlaps ") + in_name);
+    for (const auto& [other_name, other] : outs)
+      check.require(other == out || !core::may_overlap(*out, *other), name, outputs_apart,
+                    std::string("memory that overlaps ") + other_name);
+  }
+}
+
+/// Optional lengths [b], each in low..high; read here only where the host may read them.
+void check_lengths(Checker& check, const char* name, const TensorView& t, Sym& b, std::int64_t low, std::int64_t high) {
+  check.arg(name, t).dtype({DType::kInt32, DType::kInt64}).shape({b}).same_device();
+  if (!t.given() || t.device.type != DeviceType::kCpu) return;
+  for (std::int64_t r = 0; r < b; ++r) {
+    const std::int64_t n = core::load_index(t, r);
+    const std::string bounds = high == kNoLimit ? " >= " + std::to_string(low) : " in " + std::to_string(low) + ".." + std::to_string(high);
+    check.require(n >= low && n <= high, name, "lengths" + bounds, std::to_string(n) + " at row " + std::to_string(r));
+  }
+}
+
+/// Every entry of a matrix within [low, high]; NaN is outside.
+void check_range(const Checker& check, const char* name, const TensorView& t, double low, double high, const char* expected) {
+  if (!t.given() || t.device.type != DeviceType::kCpu) return;
+  for (std::int64_t r = 0; r < t.sizes[0]; ++r)
+    for (std::int64_t j = 0; j < t.sizes[1]; ++j) {
+      const double x = real_at(t, element_offset(t, r, j));
+      check.require(x >= low && x <= high, name, expected,
+                    std::to_string(x) + " at [" + std::to_string(r) + ", " + std::to_string(j) + "]");
+    }
+}
+
+}  // namespace
 
 VerifyGreedyArgs check(const VerifyGreedyParams& p) {
   Checker check("verify_greedy");
@@ -14,16 +56,16 @@ VerifyGreedyArgs check(const VerifyGreedyParams& p) {
   check.arg("candidates", p.candidates).required().dtype({DType::kInt32, DType::kInt64}).shape({b, W}).same_device();
   check.require(W >= 1, "candidates", "at least one column (the last emitted token)", "shape " + shape_text(p.candidates));
   check.arg("target_argmax", p.target_argmax).required().dtype(p.candidates.dtype).shape({b, W}).same_device();
+  check_lengths(check, "verify_lens", p.verify_lens, b, 1, W);
   check.arg("accept_lens", p.accept_lens).required().dtype(DType::kInt32).shape({b}).same_device().no_self_overlap();
   check.arg("out_tokens", p.out_tokens).required().dtype(p.candidates.dtype).shape({b, W}).same_device().no_self_overlap();
-  for (const auto& [name, out] : {std::pair{"accept_lens", &p.accept_lens}, std::pair{"out_tokens", &p.out_tokens}})
-    for (const TensorView* in : {&p.candidates, &p.target_argmax})
-      check.require(!core::may_overlap(*out, *in), name, "memory of its own", "memory that overlaps an input");
-  check.require(!core::may_overlap(p.accept_lens, p.out_tokens), "out_tokens", "memory of its own", "memory that overlaps accept_lens");
+  check_apart(check, {{"accept_lens", &p.accept_lens}, {"out_tokens", &p.out_tokens}},
+              {{"candidates", &p.candidates}, {"target_argmax", &p.target_argmax}, {"verify_lens", &p.verify_lens}});
 
   VerifyGreedyArgs a{};
   a.candidates = p.candidates.data;
   a.target_argmax = p.target_argmax.data;
+  a.verify_lens = p.verify_lens;
   a.accept_lens = p.accept_lens.as<std::int32_t>();
   a.out_tokens = p.out_tokens.data;
   for (int i = 0; i < 2; ++i) {
@@ -36,6 +78,64 @@ VerifyGreedyArgs check(const VerifyGreedyParams& p) {
   a.width = W;
   a.is_int64 = p.candidates.dtype == DType::kInt64;
   return a;
+}
+
+VerifyRejectionArgs check(const VerifyRejectionParams& p) {
+  Checker check("verify_rejection");
+  Sym b("b"), W("W"), V("V");
+  const auto probabilities = {DType::kFloat32, DType::kFloat64, DType::kBFloat16, DType::kFloat16};
+  check.arg("candidates", p.candidates).required().dtype({DType::kInt32, DType::kInt64}).shape({b, W}).same_device();
+  check.require(W >= 1, "candidates", "at least one column (the last emitted token)", "shape " + shape_text(p.candidates));
+  check.arg("target_probs", p.target_probs).required().dtype(probabilities).shape({b, W, V}).same_device();
+  check.require(V >= 1, "target_probs", "at least one id", "shape " + shape_text(p.target_probs));
+  check.arg("draft_probs", p.draft_probs).dtype(probabilities).shape({b, W.value() - 1, V}).same_device();
+  check.arg("uniforms", p.uniforms).required().dtype({DType::kFloat32, DType::kFloat64}).shape({b, W}).same_device();
+  check_range(check, "uniforms", p.uniforms, 0, 1, "numbers in [0, 1)");
+  check_lengths(check, "verify_lens", p.verify_lens, b, 1, W);
+  check.arg("accept_lens", p.accept_lens).required().dtype(DType::kInt32).shape({b}).same_device().no_self_overlap();
+  check.arg("out_tokens", p.out_tokens).required().dtype(p.candidates.dtype).shape({b, W}).same_device().no_self_overlap();
+  check_apart(check, {{"accept_lens", &p.accept_lens}, {"out_tokens", &p.out_tokens}},
+              {{"candidates", &p.candidates},
+               {"draft_probs", &p.draft_probs},
+               {"target_probs", &p.target_probs},
+               {"uniforms", &p.uniforms},
+               {"verify_lens", &p.verify_lens}});
+  return {p.candidates, p.draft_probs, p.target_probs, p.uniforms, p.verify_lens, p.accept_lens, p.out_tokens, b, W, V};
+}
+
+PlanVerifyLengthsArgs check(const PlanVerifyLengthsParams& p) {
+  Checker check("plan_verify_lengths");
+  Sym b("b"), G("G"), n("n");
+  const auto reals = {DType::kFloat32, DType::kFloat64};
+  check.arg("confidences", p.confidences).required().dtype(reals).shape({b, G}).same_device();
+  check_range(check, "confidences", p.confidences, 0, 1, "numbers in [0, 1]");
+  check.arg("lagged_confidences", p.lagged_confidences).dtype(reals).shape({b, G}).same_device();
+  check_range(check, "lagged_confidences", p.lagged_confidences, -HUGE_VAL, 1, "numbers up to 1 (below 0: unknown)");
+  const bool table = p.probe_tokens.given() || p.steps_per_second.given();
+  if (table) {
+    check.arg("probe_tokens", p.probe_tokens).required().dtype({DType::kInt32, DType::kInt64}).shape({n}).same_device();
+    check.require(n >= 1, "probe_tokens", "at least one probe", "shape " + shape_text(p.probe_tokens));
+    check.arg("steps_per_second", p.steps_per_second).required().dtype(reals).shape({n}).same_device();
+  }
+  check_lengths(check, "max_lens", p.max_lens, b, 1, kNoLimit);
+  check.arg("verify_lens", p.verify_lens).required().dtype(DType::kInt32).shape({b}).same_device().no_self_overlap();
+  check_apart(check, {{"verify_lens", &p.verify_lens}},
+              {{"confidences", &p.confidences},
+               {"lagged_confidences", &p.lagged_confidences},
+               {"probe_tokens", &p.probe_tokens},
+               {"steps_per_second", &p.steps_per_second},
+               {"max_lens", &p.max_lens}});
+  // The planner runs on the host; the sizes above were checked wherever the tensors are.
+  check.require(check.device().type == DeviceType::kCpu, "confidences", "CPU tensors", name_of(check.device()));
+  if (table)
+    for (std::int64_t i = 0; i < n; ++i) {
+      const double speed = real_at(p.steps_per_second, i * p.steps_per_second.strides[0]);
+      check.require(speed > 0 && speed < HUGE_VAL, "steps_per_second", "finite numbers > 0",
+                    std::to_string(speed) + " at " + std::to_string(i));
+      check.require(i == 0 || core::load_index(p.probe_tokens, i - 1) < core::load_index(p.probe_tokens, i), "probe_tokens",
+                    "ascending counts", std::to_string(core::load_index(p.probe_tokens, i)) + " at " + std::to_string(i));
+    }
+  return {p.confidences, p.lagged_confidences, p.probe_tokens, p.steps_per_second, p.max_lens, p.verify_lens, b, G, table ? n.value() : 0};
 }
 
 }  // namespace specstate::accept

@@ -1,4 +1,9 @@
+#include <algorithm>
+#include <vector>
+
 #include "accept/args.hpp"
+#include "accept/layout.hpp"
+#include "core/match.hpp"
 
 namespace specstate::accept::cpu {
 
@@ -13,8 +18,13 @@ void greedy(const VerifyGreedyArgs& x) {
     const Token* c = candidates + r * x.candidates_stride[0];
     const Token* t = target + r * x.target_stride[0];
     Token* o = out + r * x.out_stride[0];
+    const std::int64_t width = x.verify_lens.given() ? core::load_index(x.verify_lens, r) : x.width;
     std::int64_t a = 0;
-    while (a + 1 < x.width && c[(a + 1) * x.candidates_stride[1]] == t[a * x.target_stride[1]]) ++a;
+    while (a + 1 < width) {
+      const Token proposal = c[(a + 1) * x.candidates_stride[1]];
+      if (proposal < 0 || proposal != t[a * x.target_stride[1]]) break;
+      ++a;
+    }
     for (std::int64_t j = 0; j < x.width; ++j) {
       Token token = 0;
       if (j < a) token = c[(j + 1) * x.candidates_stride[1]];
@@ -25,8 +35,141 @@ void greedy(const VerifyGreedyArgs& x) {
   }
 }
 
+/// NaN and negative numbers are no mass.
+double mass(double x) { return x > 0 ? x : 0; }
+
+/// One row of probabilities; not given: all mass at `point` (nowhere if that is outside).
+struct Row {
+  const TensorView* t = nullptr;
+  std::int64_t offset = 0, point = -1;
+  double operator[](std::int64_t id) const {
+    if (t == nullptr) return id == point ? 1.0 : 0.0;
+    return mass(real_at(*t, offset + id * t->strides[2]));
+  }
+};
+
+/// Inverse CDF in id order over weight(id): the first id whose cumulative weight exceeds u * total, -1 if there is no weight.
+template <class Weight>
+std::int64_t draw(std::int64_t vocab, double u, const Weight& weight) {
+  double total = 0;
+  std::int64_t last = -1;
+  for (std::int64_t id = 0; id < vocab; ++id)
+    if (const double w = weight(id); w > 0) total += w, last = id;
+  const double threshold = u * total;
+  double sum = 0;
+  for (std::int64_t id = 0; id < vocab; ++id)
+    if (const double w = weight(id); w > 0 && (sum += w) > threshold) return id;
+  return last;  // u * total rounded up to the total
+}
+
 }  // namespace
 
 void run(const VerifyGreedyArgs& args, Stream) { args.is_int64 ? greedy<std::int64_t>(args) : greedy<std::int32_t>(args); }
+
+void run(const VerifyRejectionArgs& x, Stream) {
+  // A row that cannot be drawn from is an error, and an error writes nothing: decide everything first.
+  std::vector<std::int64_t> accepted(x.batch), final_token(x.batch);
+  for (std::int64_t r = 0; r < x.batch; ++r) {
+    const std::int64_t width = x.verify_lens.given() ? core::load_index(x.verify_lens, r) : x.width;
+    const auto uniform = [&](std::int64_t j) { return real_at(x.uniforms, element_offset(x.uniforms, r, j)); };
+    std::int64_t a = 0, token = -1;
+    Row p{&x.target_probs, element_offset(x.target_probs, r, 0)};
+    for (; a + 1 < width; ++a, p.offset += x.target_probs.strides[1]) {
+      const std::int64_t d = index_at(x.candidates, element_offset(x.candidates, r, a + 1));
+      Row q;
+      if (x.draft_probs.given())
+        q = {&x.draft_probs, element_offset(x.draft_probs, r, a)};
+      else
+        q.point = d;
+      const bool in_range = d >= 0 && d < x.vocab;
+      if (in_range && uniform(a) * q[d] < p[d]) continue;
+      token = draw(x.vocab, uniform(x.width - 1), [&](std::int64_t id) { return p[id] - q[id]; });
+      break;
+    }
+    if (token < 0) token = draw(x.vocab, uniform(x.width - 1), [&](std::int64_t id) { return p[id]; });
+    if (token < 0)
+      core::throw_value("verify_rejection: target_probs: expected rows with mass, got none in row [" + std::to_string(r) + ", " +
+                        std::to_string(a) + "].");
+    accepted[r] = a;
+    final_token[r] = token;
+  }
+  for (std::int64_t r = 0; r < x.batch; ++r) {
+    for (std::int64_t j = 0; j < x.width; ++j) {
+      std::int64_t token = 0;
+      if (j < accepted[r]) token = index_at(x.candidates, element_offset(x.candidates, r, j + 1));
+      if (j == accepted[r]) token = final_token[r];
+      const std::int64_t at = element_offset(x.out_tokens, r, j);
+      if (x.out_tokens.dtype == DType::kInt64)
+        x.out_tokens.as<std::int64_t>()[at] = token;
+      else
+        x.out_tokens.as<std::int32_t>()[at] = static_cast<std::int32_t>(token);
+    }
+    x.accept_lens.as<std::int32_t>()[r * x.accept_lens.strides[0]] = static_cast<std::int32_t>(accepted[r] + 1);
+  }
+}
+
+namespace {
+
+constexpr double kLeastSurvival = 1e-6;
+
+struct Entry {
+  double survival;
+  std::int64_t proposal, row;
+};
+
+/// Proposals of row r that its cap allows.
+std::int64_t choosable(const PlanVerifyLengthsArgs& x, std::int64_t r) {
+  return x.max_lens.given() ? std::min(x.proposals, core::load_index(x.max_lens, r) - 1) : x.proposals;
+}
+
+/// The entries of all rows that may be verified, best first. Ties are broken by place, never by a value, and survival falls along
+/// a row, so that every leading part of the list is a prefix in each row.
+std::vector<Entry> ranked(const PlanVerifyLengthsArgs& x, const TensorView& confidences) {
+  std::vector<Entry> entries;
+  entries.reserve(x.batch * x.proposals);
+  for (std::int64_t r = 0; r < x.batch; ++r) {
+    const std::int64_t limit = choosable(x, r);
+    double survival = 1;
+    for (std::int64_t k = 0; k < limit; ++k) {
+      const double c = confidences.given() ? real_at(confidences, element_offset(confidences, r, k)) : 1.0;
+      if (c >= 0) survival *= c;  // unknown: 1
+      if (survival < kLeastSurvival) break;
+      entries.push_back({survival, k, r});
+    }
+  }
+  std::sort(entries.begin(), entries.end(), [](const Entry& a, const Entry& b) {
+    if (a.survival != b.survival) return a.survival > b.survival;
+    return a.proposal != b.proposal ? a.proposal < b.proposal : a.row < b.row;
+  });
+  return entries;
+}
+
+/// How many proposals the batch should verify, from what was known before this step.
+std::int64_t budget(const PlanVerifyLengthsArgs& x) {
+  const std::vector<Entry> entries = ranked(x, x.lagged);
+  std::int64_t probe = 0, best = 0;
+  double tokens = static_cast<double>(x.batch), best_rate = -1;
+  for (std::int64_t m = 0; m <= static_cast<std::int64_t>(entries.size()); ++m) {
+    if (m > 0) tokens += entries[m - 1].survival;
+    while (probe + 1 < x.probes && core::load_index(x.probe_tokens, probe + 1) <= x.batch + m) ++probe;
+    const double rate = tokens * real_at(x.speed, probe * x.speed.strides[0]);
+    if (rate > best_rate) best_rate = rate, best = m;  // the cost is a staircase: look at every m, not only to the first descent
+  }
+  return best;
+}
+
+}  // namespace
+
+void run(const PlanVerifyLengthsArgs& x) {
+  std::vector<std::int32_t> lens(x.batch, 1);
+  if (x.probes == 0) {  // nothing is known of the cost: verify everything
+    for (std::int64_t r = 0; r < x.batch; ++r) lens[r] = static_cast<std::int32_t>(1 + choosable(x, r));
+  } else {
+    const std::vector<Entry> entries = ranked(x, x.confidences);
+    const std::int64_t m = std::min<std::int64_t>(budget(x), static_cast<std::int64_t>(entries.size()));
+    for (std::int64_t i = 0; i < m; ++i) ++lens[entries[i].row];
+  }
+  for (std::int64_t r = 0; r < x.batch; ++r) x.verify_lens.as<std::int32_t>()[r * x.verify_lens.strides[0]] = lens[r];
+}
 
 }  // namespace specstate::accept::cpu

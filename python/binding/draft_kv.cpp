@@ -1,0 +1,97 @@
+#include "specstate/draft_kv.hpp"
+
+#include <tvm/ffi/container/array.h>
+
+#include <vector>
+
+#include "common.hpp"
+
+namespace specstate::binding {
+
+namespace {
+
+using Pools = ffi::Array<ffi::Tensor>;
+
+/// A scale that crosses as an array, or as a number (which `number` then holds).
+TensorView scale(const char* name, const Opt& array, const ffi::Optional<double>& value, double& number) {
+  if (array.has_value()) return view(name, array);
+  if (!value.has_value()) return {};
+  number = value.value();
+  return TensorView(&number, DType::kFloat64, {});
+}
+
+std::vector<TensorView> pool_views(const char* name, const Pools& pools) {
+  std::vector<TensorView> views;
+  for (const ffi::Tensor& t : pools) views.push_back(view(name, ffi::TensorView(t)));
+  return views;
+}
+
+}  // namespace
+
+/// Packed weights as Python holds them: opaque, made by `draft_kv_pack`, passed back to `draft_kv_materialize_into_pool`.
+class ProjectionObj : public ffi::Object {
+ public:
+  explicit ProjectionObj(draft_kv::KvProjection p) : projection(std::move(p)) {}
+  draft_kv::KvProjection projection;
+  TVM_FFI_DECLARE_OBJECT_INFO_FINAL("specstate.KvProjection", ProjectionObj, ffi::Object);
+};
+
+class Projection : public ffi::ObjectRef {
+ public:
+  explicit Projection(draft_kv::KvProjection p) { data_ = ffi::make_object<ProjectionObj>(std::move(p)); }
+  TVM_FFI_DEFINE_OBJECT_REF_METHODS_NULLABLE(Projection, ffi::ObjectRef, ProjectionObj);
+};
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(draft_kv_pack, [](In kv_weight, Opt kv_bias) {
+  return guard([&] { return Projection(draft_kv::KvProjection(view("kv_weight", kv_weight), view("kv_bias", kv_bias))); });
+});
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(draft_kv_materialize_into_pool,
+                              [](In ctx_hidden, ffi::Optional<Projection> projection, Opt kv_weight, In k_norm_weight, In eps,
+                                 In cos_sin_cache, In positions, In slot_mapping, Pools k_pool, Pools v_pool, Opt kv_bias, Opt commit_lens,
+                                 Opt k_scale, ffi::Optional<double> k_scale_number, Opt v_scale, ffi::Optional<double> v_scale_number,
+                                 bool is_neox_style, bool round_after_norm, bool round_to_weight_dtype, std::int64_t s) {
+                                guard([&] {
+                                  draft_kv::MaterializeIntoPoolParams p;
+                                  double k_number = 1, v_number = 1;
+                                  const std::vector<TensorView> k = pool_views("k_pool", k_pool), v = pool_views("v_pool", v_pool);
+                                  p.ctx_hidden = view("ctx_hidden", ctx_hidden);
+                                  if (projection.has_value()) p.projection = projection.value()->projection;
+                                  p.kv_weight = view("kv_weight", kv_weight);
+                                  p.kv_bias = view("kv_bias", kv_bias);
+                                  p.k_norm_weight = view("k_norm_weight", k_norm_weight);
+                                  p.eps = view("eps", eps);
+                                  p.cos_sin_cache = view("cos_sin_cache", cos_sin_cache);
+                                  p.positions = view("positions", positions);
+                                  p.slot_mapping = view("slot_mapping", slot_mapping);
+                                  p.commit_lens = view("commit_lens", commit_lens);
+                                  p.k_pool = k, p.v_pool = v;
+                                  p.k_scale = scale("k_scale", k_scale, k_scale_number, k_number);
+                                  p.v_scale = scale("v_scale", v_scale, v_scale_number, v_number);
+                                  p.is_neox_style = is_neox_style;
+                                  p.round_after_norm = round_after_norm;
+                                  if (round_to_weight_dtype) p.io = p.projection.dtype();
+                                  draft_kv::materialize_into_pool(p, stream(s));
+                                });
+                              });
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(draft_kv_fused_norm_rope_stacked,
+                              [](In kv, In k_norm_weight, In eps, In cos_sin_cache, In positions, std::int64_t num_kv_heads,
+                                 std::int64_t head_dim, std::int64_t rotary_dim, In k_out, In v_out, std::int64_t s) {
+                                guard([&] {
+                                  draft_kv::FusedNormRopeStackedParams p;
+                                  p.kv = view("kv", kv);
+                                  p.k_norm_weight = view("k_norm_weight", k_norm_weight);
+                                  p.eps = view("eps", eps);
+                                  p.cos_sin_cache = view("cos_sin_cache", cos_sin_cache);
+                                  p.positions = view("positions", positions);
+                                  p.num_kv_heads = num_kv_heads;
+                                  p.head_dim = head_dim;
+                                  p.rotary_dim = rotary_dim;
+                                  p.k_out = view("k_out", k_out);
+                                  p.v_out = view("v_out", v_out);
+                                  draft_kv::fused_norm_rope_stacked(p, stream(s));
+                                });
+                              });
+
+}  // namespace specstate::binding

@@ -1,0 +1,45 @@
+#pragma once
+// What crosses from check.cpp to a backend: raw pointers, 64-bit strides in elements, sizes.
+#include <cstdint>
+#include <vector>
+
+#include "draft_kv/layout.hpp"
+#include "specstate/draft_kv.hpp"
+
+namespace specstate::draft_kv {
+
+/// Norm and rotary of K, the same for both operations.
+struct NormRope {
+  TensorView k_norm_weight;  // [layers, head_dim]
+  TensorView eps;            // [layers] float32
+  TensorView cos_sin_cache;  // [table, rotary_dim] or [layers, table, rotary_dim]
+  std::int64_t head_dim, rotary_dim;
+  bool is_neox_style, round_after_norm;
+  DType io;  // dtype to which the result (and, if asked, the normed value) is rounded
+};
+
+struct MaterializeArgs {
+  TensorView ctx_hidden;    // [tokens, hidden]
+  KvProjection projection;  // packed [layers * (heads * head_dim + heads * v_head_dim), hidden]
+  NormRope norm_rope;
+  std::vector<WrittenRow> rows;         // what is written, in row order; one row a slot
+  std::vector<LayerPool> k, v;          // [layers]
+  std::vector<float> k_scale, v_scale;  // [layers], 1 where the pool is not fp8
+  DType k_dtype, v_dtype;               // of the pools; uint8 is float8_e4m3fn
+  std::int64_t layers, heads, v_head_dim;
+};
+
+struct FusedNormRopeStackedArgs {
+  TensorView kv;         // [tokens, layers, 2 * heads * head_dim]
+  TensorView positions;  // [tokens]
+  NormRope norm_rope;
+  TensorView k_out, v_out;  // [layers, tokens, heads, head_dim]
+  std::int64_t tokens, layers, heads;
+};
+
+namespace cpu {
+void run(const MaterializeArgs& args, Stream stream);
+void run(const FusedNormRopeStackedArgs& args, Stream stream);
+}  // namespace cpu
+
+}  // namespace specstate::draft_kv

@@ -1,0 +1,261 @@
+#include "draft_kv/check.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+#include "core/match.hpp"
+#include "draft_kv/projection.hpp"
+
+namespace specstate::draft_kv {
+
+using core::Checker;
+using core::Dim;
+using core::Sym;
+
+namespace {
+
+constexpr std::initializer_list<DType> kFloats = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
+constexpr std::initializer_list<DType> kIndices = {DType::kInt32, DType::kInt64};
+constexpr std::initializer_list<DType> kPoolTypes = {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat8E4M3FN,
+                                                     DType::kUInt8};
+
+bool is_fp8(DType t) { return t == DType::kFloat8E4M3FN || t == DType::kUInt8; }
+
+std::string at(std::int64_t i) { return " at row " + std::to_string(i); }
+
+void check_eps(const Checker& check, const TensorView& eps) {
+  if (eps.device.type != DeviceType::kCpu) return;
+  for (std::int64_t l = 0; l < eps.sizes[0]; ++l) {
+    const float e = eps.as<float>()[l * eps.strides[0]];
+    check.require(e >= 0 && e < HUGE_VALF, "eps", "finite numbers >= 0", std::to_string(e) + " at layer " + std::to_string(l));
+  }
+}
+
+/// Entry i of an index tensor of one or two dimensions, row-major.
+std::int64_t index_at(const TensorView& t, std::int64_t i) {
+  if (t.ndim == 1) return core::load_index(t, i);
+  const std::int64_t offset = i / t.sizes[1] * t.strides[0] + i % t.sizes[1] * t.strides[1];
+  return t.dtype == DType::kInt64 ? t.as<std::int64_t>()[offset] : t.as<std::int32_t>()[offset];
+}
+
+/// A pool argument as one view a layer, all of one dtype.
+std::vector<TensorView> layer_views(Checker& check, const char* name, std::span<const TensorView> pools, std::int64_t layers, Sym& slots,
+                                    Sym& heads, Sym& channels) {
+  check.require(!pools.empty() && pools[0].given(), name, "a tensor", "none");
+  std::vector<TensorView> views;
+  if (pools.size() == 1 && pools[0].ndim == 4) {
+    check.arg(name, pools[0]).dtype(kPoolTypes).shape({layers, slots, heads, channels}).same_device().no_self_overlap();
+    for (std::int64_t l = 0; l < layers; ++l) views.push_back(pools[0][l]);
+    return views;
+  }
+  check.require(static_cast<std::int64_t>(pools.size()) == layers, name,
+                "one tensor [L, slots, N, D] or one [slots, N, D] for each of " + std::to_string(layers) + " layers",
+                pools.size() == 1 ? "shape " + shape_text(pools[0]) : std::to_string(pools.size()) + " tensors");
+  for (const TensorView& pool : pools) {
+    const bool first = views.empty();
+    check.arg(name, pool).required().dtype(kPoolTypes).shape({slots, heads, channels}).same_device().no_self_overlap();
+    if (!first) check.arg(name, pool).dtype(views[0].dtype);
+    for (const TensorView& other : views)
+      check.require(pool.numel() == 0 || pool.data != other.data, name, "a tensor of its own for each layer", "the same memory twice");
+    views.push_back(pool);
+  }
+  return views;
+}
+
+std::vector<LayerPool> layer_pools(const std::vector<TensorView>& views) {
+  std::vector<LayerPool> pools;
+  for (const TensorView& t : views) pools.push_back({t.data, t.strides[0], t.strides[1], t.strides[2]});
+  return pools;
+}
+
+/// The divisor of each layer: 1 where none is given; anything else needs an fp8 pool.
+std::vector<float> scales(Checker& check, const char* name, const TensorView& t, std::int64_t layers, DType pool) {
+  std::vector<float> values(layers, 1.0f);
+  if (!t.given()) return values;
+  check.arg(name, t).dtype({DType::kFloat32, DType::kFloat64});
+  check.require(t.ndim == 0 || (t.ndim == 1 && t.sizes[0] == layers), name, "a number or shape [L=" + std::to_string(layers) + "]",
+                shape_text(t));
+  check.arg(name, t).same_device();
+  if (t.device.type != DeviceType::kCpu) return values;  // read by the kernel
+  for (std::int64_t l = 0; l < layers; ++l) {
+    const std::int64_t offset = t.ndim == 0 ? 0 : l * t.strides[0];
+    const double scale = t.dtype == DType::kFloat64 ? t.as<double>()[offset] : t.as<float>()[offset];
+    values[l] = static_cast<float>(scale);
+    check.require(values[l] > 0 && values[l] < HUGE_VALF, name, "a finite float32 > 0", std::to_string(scale));
+    check.require(is_fp8(pool) || scale == 1.0, name, std::string("1 for a pool of ") + name_of(pool), std::to_string(scale));
+  }
+  return values;
+}
+
+/// Rows that are written, in row order, with their slots and positions checked. Of rows that name one slot only the last is left: it
+/// is what a serial writer would leave behind, and it does not depend on threads.
+std::vector<WrittenRow> written_rows(const Checker& check, const MaterializeIntoPoolParams& p, std::int64_t tokens, std::int64_t slots,
+                                     std::int64_t table) {
+  const std::int64_t width = p.slot_mapping.ndim == 2 ? p.slot_mapping.sizes[1] : std::max<std::int64_t>(tokens, 1);
+  std::vector<WrittenRow> rows;
+  for (std::int64_t i = 0; i < tokens; ++i) {
+    const std::int64_t slot = index_at(p.slot_mapping, i);
+    const std::int64_t commit = p.commit_lens.given() ? core::load_index(p.commit_lens, i / width) : width;
+    if (!is_written(slot, i % width, commit)) continue;
+    const std::int64_t position = index_at(p.positions, i);
+    check.require(slot < slots, "slot_mapping", "slots below " + std::to_string(slots), std::to_string(slot) + at(i));
+    check.require(position >= 0 && position < table, "positions", "rows of cos_sin_cache, 0.." + std::to_string(table - 1),
+                  std::to_string(position) + at(i));
+    rows.push_back({i, slot, position});
+  }
+  std::vector<std::size_t> order(rows.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::sort(order.begin(), order.end(),
+            [&](std::size_t a, std::size_t b) { return rows[a].slot != rows[b].slot ? rows[a].slot < rows[b].slot : a < b; });
+  bool repeated = false;
+  for (std::size_t i = 0; i + 1 < order.size(); ++i)
+    if (rows[order[i]].slot == rows[order[i + 1]].slot) rows[order[i]].row = -1, repeated = true;
+  if (repeated) std::erase_if(rows, [](const WrittenRow& r) { return r.row < 0; });
+  return rows;
+}
+
+}  // namespace
+
+MaterializeArgs check(const MaterializeIntoPoolParams& p) {
+  Checker check("materialize_into_pool");
+  Sym T("T"), hidden("hidden"), L("L"), C("N*D + N*Dv"), N("N"), D("D"), Dv("Dv"), slots("slots"), P("P"), R("R"), b("b"), W("W");
+  check.arg("ctx_hidden", p.ctx_hidden).required().dtype(kFloats).shape({T, hidden}).same_device();
+  const DType io = p.io.value_or(p.ctx_hidden.dtype);
+  check.require(io == DType::kFloat32 || io == DType::kBFloat16 || io == DType::kFloat16, "io", "float32, bfloat16 or float16",
+                name_of(io));
+  if (p.projection.given()) {
+    const auto& packed = *p.projection.get();
+    check.require(!p.kv_weight.given() && !p.kv_bias.given(), "projection", "either packed or plain weights", "both");
+    check.require(p.ctx_hidden.device.type == DeviceType::kCpu, "ctx_hidden", "a CPU tensor (where the projection was packed)",
+                  name_of(p.ctx_hidden.device));
+    check.require(packed.hidden == hidden, "ctx_hidden", "shape [T, hidden=" + std::to_string(packed.hidden) + "]",
+                  shape_text(p.ctx_hidden));
+    L = Sym("L", packed.layers), C = Sym("N*D + N*Dv", packed.columns);
+  } else {
+    check.arg("kv_weight", p.kv_weight).required().dtype(kFloats).shape({L, C, hidden}).same_device();
+    check.require(L >= 1, "kv_weight", "at least one layer", "shape " + shape_text(p.kv_weight));
+    check.arg("kv_bias", p.kv_bias).dtype(kFloats).shape({L, C}).same_device();
+  }
+  check.arg("k_norm_weight", p.k_norm_weight).required().dtype(kFloats).shape({L, D}).same_device();
+  check.arg("eps", p.eps).required().dtype(DType::kFloat32).shape({L}).same_device();
+  check_eps(check, p.eps);
+  auto table = check.arg("cos_sin_cache", p.cos_sin_cache).required().dtype(kFloats);
+  p.cos_sin_cache.ndim == 3 ? table.shape({L, P, R}) : table.shape({P, R});
+  table.same_device();
+  check.require(R >= 2 && R % 2 == 0 && R <= D, "cos_sin_cache", "an even rotary width of 2.." + std::to_string(D.value()),
+                "shape " + shape_text(p.cos_sin_cache));
+
+  auto slot_mapping = check.arg("slot_mapping", p.slot_mapping).required().dtype(kIndices);
+  if (p.commit_lens.given() || p.slot_mapping.ndim == 2) {
+    slot_mapping.shape({b, W});
+    check.require(b * W == T, "slot_mapping", "shape [b, W] with b * W = " + std::to_string(T.value()) + " rows of ctx_hidden",
+                  shape_text(p.slot_mapping));
+  } else {
+    slot_mapping.shape({T});
+  }
+  slot_mapping.same_device();
+  auto positions = check.arg("positions", p.positions).required().dtype(kIndices);
+  p.positions.ndim == 2 && p.slot_mapping.ndim == 2 ? positions.shape({b, W}) : positions.shape({T});
+  positions.same_device();
+  check.arg("commit_lens", p.commit_lens).dtype(kIndices).shape({b}).same_device();
+
+  const std::vector<TensorView> k = layer_views(check, "k_pool", p.k_pool, L, slots, N, D);
+  const std::vector<TensorView> v = layer_views(check, "v_pool", p.v_pool, L, slots, N, Dv);
+  check.require(layer_columns(N, D, Dv) == C, p.projection.given() ? "projection" : "kv_weight",
+                "N*D + N*Dv = " + std::to_string(layer_columns(N, D, Dv)) + " rows a layer", std::to_string(C.value()));
+  for (std::int64_t l = 0; l < L; ++l)
+    for (const auto& [name, pool] : {std::pair{"k_pool", &k[l]}, std::pair{"v_pool", &v[l]}}) {
+      for (const TensorView* in : {&p.ctx_hidden, &p.kv_weight, &p.kv_bias, &p.k_norm_weight, &p.eps, &p.cos_sin_cache, &p.positions,
+                                   &p.slot_mapping, &p.commit_lens, &p.k_scale, &p.v_scale})
+        check.require(!core::may_overlap(*pool, *in), name, "memory of its own", "memory that overlaps an input");
+    }
+  // K and V may lie interleaved in one block, so extents may cross; the same first byte may not.
+  for (const TensorView& kp : k)
+    for (const TensorView& vp : v) check.require(kp.numel() == 0 || kp.data != vp.data, "v_pool", "memory of its own", "memory of k_pool");
+
+  MaterializeArgs a{};
+  a.ctx_hidden = p.ctx_hidden;
+  a.norm_rope = {p.k_norm_weight, p.eps, p.cos_sin_cache, D, R, p.is_neox_style, p.round_after_norm, io};
+  a.k = layer_pools(k), a.v = layer_pools(v);
+  a.k_dtype = k[0].dtype, a.v_dtype = v[0].dtype;
+  a.k_scale = scales(check, "k_scale", p.k_scale, L, a.k_dtype);
+  a.v_scale = scales(check, "v_scale", p.v_scale, L, a.v_dtype);
+  a.layers = L, a.heads = N, a.v_head_dim = Dv;
+  if (p.ctx_hidden.device.type != DeviceType::kCpu) return a;
+  if (p.commit_lens.given())
+    for (std::int64_t r = 0; r < b; ++r) {
+      const std::int64_t n = core::load_index(p.commit_lens, r);
+      check.require(n >= 0 && n <= W, "commit_lens", "lengths in 0.." + std::to_string(W.value()), std::to_string(n) + at(r));
+    }
+  a.rows = written_rows(check, p, T, slots, P);
+  a.projection = p.projection.given() || a.rows.empty() ? p.projection : KvProjection(p.kv_weight, p.kv_bias);
+  return a;
+}
+
+FusedNormRopeStackedArgs check(const FusedNormRopeStackedParams& p) {
+  Checker check("fused_norm_rope_stacked");
+  check.arg("kv", p.kv)
+      .required()
+      .text("Invalid stacked fused KV projection shape: got " + shape_text(p.kv) + ", expected 3D [total_ctx, n_layers, kv_size*2].")
+      .ndim(3);
+  FusedNormRopeStackedArgs a{};
+  a.kv = p.kv;
+  a.positions = p.positions;
+  a.k_out = p.k_out, a.v_out = p.v_out;
+  a.tokens = p.kv.sizes[0], a.layers = p.kv.sizes[1], a.heads = p.num_kv_heads;
+  a.norm_rope = {p.k_norm_weight, p.eps, p.cos_sin_cache, p.head_dim, p.rotary_dim, true, false, p.kv.dtype};
+  if (a.tokens == 0) return a;
+
+  const std::int64_t T = a.tokens, L = a.layers, N = p.num_kv_heads, D = p.head_dim, R = p.rotary_dim;
+  check.require(N >= 1, "num_kv_heads", "at least 1", std::to_string(N));
+  check.require(D >= 1, "head_dim", "at least 1", std::to_string(D));
+  const auto tuple = [](std::initializer_list<std::int64_t> sizes) { return shape_text(TensorView(nullptr, DType::kFloat32, sizes)); };
+  check.arg("kv", p.kv)
+      .text("Invalid fused KV projection shape: got " + shape_text(p.kv) + ", expected trailing dim " + std::to_string(2 * N * D) + ".")
+      .shape({T, L, 2 * N * D});
+  if (R <= 0 || R > D || R % 2 != 0)
+    core::throw_value("Invalid fused KV rotary/head dim pair: rotary_dim=" + std::to_string(R) + ", head_dim=" + std::to_string(D) + ".");
+  check.arg("k_norm_weight", p.k_norm_weight)
+      .required()
+      .text("Invalid stacked k_norm_weight shape for fused KV materialization: got " + shape_text(p.k_norm_weight) + ", expected " +
+            tuple({L, D}) + ".")
+      .shape({L, D});
+  check.arg("eps", p.eps)
+      .required()
+      .text("Invalid stacked eps shape for fused KV materialization: got " + shape_text(p.eps) + ", expected " + tuple({L}) + ".")
+      .shape({L});
+  for (const auto& [name, out] : {std::pair{"k_out", &p.k_out}, std::pair{"v_out", &p.v_out}}) {
+    const std::string begin = std::string("Invalid ") + name;
+    check.arg(name, *out)
+        .required()
+        .text(begin + " shape for fused KV materialization: got " + shape_text(*out) + ", expected " + tuple({L, T, N, D}) + ".")
+        .shape({L, T, N, D});
+    if (!(out->device == p.kv.device) || out->dtype != p.kv.dtype)
+      core::throw_value(begin + " device/dtype for fused KV materialization: got device=" + name_of(out->device) + ", dtype=" +
+                        name_of(out->dtype) + ", expected device=" + name_of(p.kv.device) + ", dtype=" + name_of(p.kv.dtype) + ".");
+  }
+  // What SGLang leaves to the kernel.
+  Sym P("P");
+  check.arg("kv", p.kv).dtype(kFloats).same_device();
+  check.arg("k_norm_weight", p.k_norm_weight).dtype(kFloats).same_device();
+  check.arg("eps", p.eps).dtype(DType::kFloat32).same_device();
+  check_eps(check, p.eps);
+  check.arg("cos_sin_cache", p.cos_sin_cache).required().dtype(kFloats).shape({P, R}).same_device();
+  check.arg("positions", p.positions).required().dtype(kIndices).shape({T}).same_device();
+  for (const auto& [name, out] : {std::pair{"k_out", &p.k_out}, std::pair{"v_out", &p.v_out}}) {
+    check.arg(name, *out).no_self_overlap();
+    for (const TensorView* in : {&p.kv, &p.k_norm_weight, &p.eps, &p.cos_sin_cache, &p.positions})
+      check.require(!core::may_overlap(*out, *in), name, "memory of its own", "memory that overlaps an input");
+  }
+  check.require(!core::may_overlap(p.k_out, p.v_out), "v_out", "memory of its own", "memory that overlaps k_out");
+  if (p.kv.device.type == DeviceType::kCpu)
+    for (std::int64_t t = 0; t < T; ++t) {
+      const std::int64_t position = core::load_index(p.positions, t);
+      check.require(position >= 0 && position < P, "positions", "rows of cos_sin_cache, 0.." + std::to_string(P.value() - 1),
+                    std::to_string(position) + at(t));
+    }
+  return a;
+}
+
+}  // namespace specstate::draft_kv

@@ -1,0 +1,177 @@
+// CPU form: tiles of rows. A tile's features are gathered (only rows that are written), projected for all layers at once, and each
+// (row, layer, head) is then normed, rotated and stored where it belongs. What lives between is one tile of float32.
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "cpu/parallel.hpp"
+#include "draft_kv/args.hpp"
+#include "draft_kv/projection.hpp"
+
+namespace specstate::draft_kv::cpu {
+
+using specstate::cpu::parallel_for;
+
+namespace {
+
+/// Rounds to T and back.
+template <class T>
+float rounded(float x) {
+  return core::to_float(core::from_float<T>(x));
+}
+
+/// Elements first, first + stride, ... of a tensor as float32.
+void load(const TensorView& t, std::int64_t first, std::int64_t stride, std::int64_t n, float* to) {
+  core::visit_float(t.dtype, [&](auto* tag) {
+    const auto* from = static_cast<decltype(tag)>(t.data) + first;
+    for (std::int64_t i = 0; i < n; ++i) to[i] = core::to_float(from[i * stride]);
+  });
+}
+
+template <class T>
+void store(const float* from, std::int64_t n, T* to, std::int64_t stride) {
+  for (std::int64_t i = 0; i < n; ++i) to[i * stride] = core::from_float<T>(from[i]);
+}
+
+/// What norm and rotary need of the layers, as dense float32.
+class NormRopeTables {
+ public:
+  NormRopeTables(const NormRope& x, std::int64_t layers) : x_(x), weight_(layers * x.head_dim), eps_(layers) {
+    for (std::int64_t l = 0; l < layers; ++l) {
+      load(x.k_norm_weight, l * x.k_norm_weight.strides[0], x.k_norm_weight.strides[1], x.head_dim, &weight_[l * x.head_dim]);
+      eps_[l] = x.eps.as<float>()[l * x.eps.strides[0]];
+    }
+  }
+  const float* weight(std::int64_t layer) const { return &weight_[layer * x_.head_dim]; }
+  float eps(std::int64_t layer) const { return eps_[layer]; }
+  /// Row `position` of a layer's rotary table, R floats.
+  void angles(std::int64_t layer, std::int64_t position, float* to) const {
+    const TensorView& t = x_.cos_sin_cache;
+    const int d = t.ndim - 2;
+    load(t, (d ? layer * t.strides[0] : 0) + position * t.strides[d], t.strides[d + 1], x_.rotary_dim, to);
+  }
+
+ private:
+  const NormRope& x_;
+  std::vector<float> weight_, eps_;
+};
+
+/// One K head: y = p / sqrt(mean(p^2) + eps) * w over all channels, then the rotary on the first R. In place, float32 between the roundings.
+template <class Io>
+void norm_rope(const NormRope& x, const float* weight, float eps, const float* angles, float* p) {
+  const std::int64_t dim = x.head_dim, half = x.rotary_dim / 2;
+  constexpr int kLanes = 16;  // one fixed summation tree, whatever the vector width
+  float lanes[kLanes] = {};
+  std::int64_t i = 0;
+  for (; i + kLanes <= dim; i += kLanes)
+    for (int j = 0; j < kLanes; ++j) lanes[j] += p[i + j] * p[i + j];
+  for (int j = 0; i + j < dim; ++j) lanes[j] += p[i + j] * p[i + j];
+  for (int step = kLanes / 2; step > 0; step /= 2)
+    for (int j = 0; j < step; ++j) lanes[j] += lanes[j + step];
+  const float scale = 1.0f / std::sqrt(lanes[0] / static_cast<float>(dim) + eps);
+  for (std::int64_t j = 0; j < dim; ++j) p[j] = p[j] * scale * weight[j];
+  if (x.round_after_norm)
+    for (std::int64_t j = 0; j < dim; ++j) p[j] = rounded<Io>(p[j]);
+  for (std::int64_t j = 0; j < half; ++j) {
+    const RotaryPair pair = rotary_pair(j, half, x.is_neox_style);
+    const float a = p[pair.first], b = p[pair.second], c = angles[j], s = angles[half + j];
+    p[pair.first] = a * c - b * s;
+    p[pair.second] = b * c + a * s;
+  }
+  for (std::int64_t j = 0; j < dim; ++j) p[j] = rounded<Io>(p[j]);
+}
+
+/// A head's channels into its slot.
+void write(const LayerPool& pool, DType dtype, std::int64_t slot, std::int64_t head, float scale, std::int64_t n, float* x) {
+  const std::int64_t offset = pool_offset(pool, slot, head);
+  if (dtype == DType::kUInt8) dtype = DType::kFloat8E4M3FN;
+  if (scale != 1.0f)
+    for (std::int64_t i = 0; i < n; ++i) x[i] /= scale;
+  core::visit_float(dtype, [&](auto* tag) { store(x, n, static_cast<decltype(tag)>(pool.data) + offset, pool.channel_stride); });
+}
+
+template <class Io>
+void materialize(const MaterializeArgs& x) {
+  const auto& packed = *x.projection.get();
+  const NormRope& nr = x.norm_rope;
+  const NormRopeTables tables(nr, x.layers);
+  const std::int64_t rows = static_cast<std::int64_t>(x.rows.size()), width = packed.columns, columns = x.layers * width;
+  // The tile: enough rows to pay for streaming the weights, few enough that it stays in the cache between product and store.
+  const std::int64_t tile = std::clamp<std::int64_t>((std::int64_t{1} << 19) / columns, 16, 256);
+  std::vector<float> features(std::min(tile, rows) * packed.hidden), projected(std::min(tile, rows) * columns);
+  for (std::int64_t first = 0; first < rows; first += tile) {
+    const std::int64_t n = std::min(tile, rows - first);
+    const WrittenRow* row = x.rows.data() + first;
+    for (std::int64_t r = 0; r < n; ++r) {
+      float* to = &features[r * packed.hidden];
+      load(x.ctx_hidden, row[r].row * x.ctx_hidden.strides[0], x.ctx_hidden.strides[1], packed.hidden, to);
+      for (std::int64_t i = 0; i < packed.hidden; ++i) to[i] = rounded<Io>(to[i]);
+    }
+    specstate::cpu::matmul(packed.weight, features.data(), packed.hidden, n, projected.data(), columns,
+                           {.bias = packed.bias.empty() ? nullptr : packed.bias.data()});
+    parallel_for(n * x.layers, 4, [&](std::int64_t begin, std::int64_t end) {
+      std::vector<float> angles(nr.rotary_dim);
+      for (std::int64_t i = begin; i < end; ++i) {
+        const std::int64_t r = i / x.layers, l = i % x.layers;
+        float* p = &projected[r * columns];
+        for (std::int64_t c = l * width; c < (l + 1) * width; ++c) p[c] = rounded<Io>(p[c]);
+        tables.angles(l, row[r].position, angles.data());
+        for (std::int64_t h = 0; h < x.heads; ++h) {
+          float* k = p + k_column(width, l, h, nr.head_dim);
+          norm_rope<Io>(nr, tables.weight(l), tables.eps(l), angles.data(), k);
+          write(x.k[l], x.k_dtype, row[r].slot, h, x.k_scale[l], nr.head_dim, k);
+          float* v = p + v_column(width, l, x.heads, nr.head_dim, h, x.v_head_dim);
+          write(x.v[l], x.v_dtype, row[r].slot, h, x.v_scale[l], x.v_head_dim, v);
+        }
+      }
+    });
+  }
+}
+
+template <class Io>
+void fused(const FusedNormRopeStackedArgs& x) {
+  const NormRope& nr = x.norm_rope;
+  const NormRopeTables tables(nr, x.layers);
+  const std::int64_t dim = nr.head_dim, width = layer_columns(x.heads, dim, dim);
+  parallel_for(x.tokens * x.layers, 4, [&](std::int64_t begin, std::int64_t end) {
+    std::vector<float> angles(nr.rotary_dim), p(dim);
+    for (std::int64_t i = begin; i < end; ++i) {
+      const std::int64_t t = i / x.layers, l = i % x.layers;
+      const std::int64_t position = x.positions.dtype == DType::kInt64 ? x.positions.as<std::int64_t>()[t * x.positions.strides[0]]
+                                                                       : x.positions.as<std::int32_t>()[t * x.positions.strides[0]];
+      tables.angles(l, position, angles.data());
+      const std::int64_t from = t * x.kv.strides[0] + l * x.kv.strides[1], step = x.kv.strides[2];
+      for (std::int64_t h = 0; h < x.heads; ++h) {
+        const auto put = [&](const TensorView& out) {
+          store(p.data(), dim, static_cast<Io*>(out.data) + l * out.strides[0] + t * out.strides[1] + h * out.strides[2], out.strides[3]);
+        };
+        load(x.kv, from + k_column(width, 0, h, dim) * step, step, dim, p.data());
+        norm_rope<Io>(nr, tables.weight(l), tables.eps(l), angles.data(), p.data());
+        put(x.k_out);
+        load(x.kv, from + v_column(width, 0, x.heads, dim, h, dim) * step, step, dim, p.data());
+        put(x.v_out);
+      }
+    }
+  });
+}
+
+template <class F>
+void visit_io(DType io, F&& f) {
+  if (io == DType::kBFloat16) return f(static_cast<core::bfloat16*>(nullptr));
+  if (io == DType::kFloat16) return f(static_cast<core::float16*>(nullptr));
+  f(static_cast<float*>(nullptr));
+}
+
+}  // namespace
+
+void run(const MaterializeArgs& args, Stream) {
+  if (args.rows.empty()) return;
+  visit_io(args.norm_rope.io, [&](auto* tag) { materialize<std::remove_pointer_t<decltype(tag)>>(args); });
+}
+
+void run(const FusedNormRopeStackedArgs& args, Stream) {
+  if (args.tokens == 0) return;
+  visit_io(args.norm_rope.io, [&](auto* tag) { fused<std::remove_pointer_t<decltype(tag)>>(args); });
+}
+
+}  // namespace specstate::draft_kv::cpu
