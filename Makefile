@@ -22,7 +22,7 @@ build:  ## everything that runs on a CPU, into build/release
 	@cmake --build build/release
 
 test: build  ## every test that this machine can run; the last line is the sum
-	@.venv/bin/python3 tools/run_tests.py
+	@.venv/bin/python3 tools/run_tests.py $(TEST_FLAGS)
 
 bench: build  ## the CPU benchmarks, recorded in bench/results/cpu.json
 	build/release/specstate bench all --device cpu --json bench/results/cpu.json

@@ -1,0 +1,48 @@
+#!/usr/bin/env python3
+"""Prints the digest of the sources that a result of a family depends on: `tools/source_digest.py kda`.
+
+A recorded result (benchmark, GPU test, fuzzing run) carries the digest of its day; another digest today means that it is of older
+sources. Families: hisparse, kda, draft_kv, accept, matmul, engine. Prints the first 16 hex digits of a SHA-256.
+"""
+
+import argparse
+import hashlib
+import pathlib
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+OPERATIONS = ("hisparse", "kda", "draft_kv", "accept")
+FAMILIES = (*OPERATIONS, "matmul", "engine")
+SUFFIXES = {".hpp", ".in", ".cpp", ".cu", ".cuh"}
+
+
+def sources(family, root=ROOT):
+    """The files, sorted: the core, the backends' shared parts, and what belongs to the family alone."""
+    folders = ["src/core", "src/cpu", "src/cuda", "include/specstate"]
+    if family in OPERATIONS:
+        folders.append(f"src/{family}")
+    if family == "engine":
+        folders += [f"src/{name}" for name in (*OPERATIONS, "runtime")]
+    others = set() if family == "engine" else {name for name in (*OPERATIONS, "runtime") if name != family}
+    paths = [p for folder in folders for p in (root / folder).rglob("*") if p.suffix in SUFFIXES]
+    paths.append(root / "cmake" / "flags.cmake")
+    if family == "engine":
+        paths += [p for p in (root / "models").rglob("*") if p.name in ("config.json", "model.safetensors")]
+    return sorted(p for p in paths if not (p.parent.name == "specstate" and any(p.stem.startswith(name) for name in others)))
+
+
+def digest_of(paths, root=ROOT):
+    sha = hashlib.sha256()
+    for path in paths:
+        content = path.read_bytes()
+        sha.update(f"{path.relative_to(root).as_posix()} {len(content)}\n".encode() + content)
+    return sha.hexdigest()[:16]
+
+
+def digest(family, root=ROOT):
+    return digest_of(sources(family, root), root)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("family", choices=FAMILIES)
+    print(digest(parser.parse_args().family))
