@@ -65,8 +65,10 @@ void measure_link(const Driver& d, Device device, GpuReport& gpu) {
   }
   void* host = nullptr;
   Address memory = 0;
-  if (d.host_alloc(&host, kProbeBytes, 0) != 0) gpu.problem = "256 MiB of pinned memory could not be had";
-  else if (d.alloc(&memory, kProbeBytes) != 0) gpu.problem = "256 MiB of device memory could not be had";
+  if (d.host_alloc(&host, kProbeBytes, 0) != 0)
+    gpu.problem = "256 MiB of pinned memory could not be had";
+  else if (d.alloc(&memory, kProbeBytes) != 0)
+    gpu.problem = "256 MiB of device memory could not be had";
   if (gpu.problem.empty()) {
     std::memset(host, 1, kProbeBytes);
     const auto best = [&](auto copy) {

@@ -37,7 +37,8 @@ int run_doctor(const DoctorOptions& options) {
 
   j["version"] = SPECSTATE_VERSION;
   j["build"] = {{"cuda", core::cuda_built()}, {"compiler", __VERSION__}};
-  line("specstate", fmt::format("{}, {}CUDA kernels, compiler {}", SPECSTATE_VERSION, core::cuda_built() ? "with " : "without ", __VERSION__));
+  line("specstate",
+       fmt::format("{}, {}CUDA kernels, compiler {}", SPECSTATE_VERSION, core::cuda_built() ? "with " : "without ", __VERSION__));
 
   j["cpu"] = {{"simd", simd_in_use()}, {"threads", executor().concurrency()}};
   line("CPU", fmt::format("{} instructions, {} threads", simd_in_use(), executor().concurrency()));
@@ -54,7 +55,8 @@ int run_doctor(const DoctorOptions& options) {
                             {"device_to_pinned_gbps", d.device_to_pinned_gbps},
                             {"problem", d.problem}});
     line("GPU", fmt::format("{}, compute capability {}.{}, {} SMs, {:.0f} GiB", d.name, d.major, d.minor, d.multiprocessors, d.memory_gib));
-    line("  host link", d.problem.empty() ? fmt::format("{:.1f} GB/s from pinned memory, {:.1f} GB/s back", d.pinned_to_device_gbps, d.device_to_pinned_gbps)
+    line("  host link", d.problem.empty() ? fmt::format("{:.1f} GB/s from pinned memory, {:.1f} GB/s back", d.pinned_to_device_gbps,
+                                                        d.device_to_pinned_gbps)
                                           : "not measured: " + d.problem);
   }
   if (cuda.devices.empty()) {

@@ -89,8 +89,7 @@ HWY_NOINLINE void tile(const MatmulCall& c, std::int64_t panel, const float* HWY
     const auto load = [&]() HWY_ATTR {
 #pragma GCC unroll 16
       for (int v = 0; v < V; ++v) {
-        const auto pair =
-            hn::Load(du, reinterpret_cast<const std::uint32_t*>(w + (v / kVecs) * panel_bytes) + (v % kVecs) * kLanes);
+        const auto pair = hn::Load(du, reinterpret_cast<const std::uint32_t*>(w + (v / kVecs) * panel_bytes) + (v % kVecs) * kLanes);
         even[v] = hn::BitCast(d, hn::ShiftLeft<16>(pair));
         odd[v] = hn::BitCast(d, hn::And(pair, high));
       }
@@ -109,8 +108,7 @@ HWY_NOINLINE void tile(const MatmulCall& c, std::int64_t panel, const float* HWY
     VF wv[V];
     for (std::int64_t i = c.k; i > 0; --i) {
 #pragma GCC unroll 16
-      for (int v = 0; v < V; ++v)
-        wv[v] = hn::Load(d, reinterpret_cast<const float*>(w + (v / kVecs) * panel_bytes) + (v % kVecs) * kLanes);
+      for (int v = 0; v < V; ++v) wv[v] = hn::Load(d, reinterpret_cast<const float*>(w + (v / kVecs) * panel_bytes) + (v % kVecs) * kLanes);
       w += kPanel * 4;
       step(wv);
     }
@@ -201,16 +199,17 @@ std::int64_t offset_of(std::int64_t row, std::int64_t col, std::int64_t k, DType
 
 }  // namespace
 
-void PackedMatrix::Free::operator()(void* p) const { ::operator delete(p, std::align_val_t{kAlign}); }
+void PackedMatrix::Free::operator()(void* p) const { ::operator delete (p, std::align_val_t{kAlign}); }
 
 std::int64_t PackedMatrix::bytes(std::int64_t n, std::int64_t k, DType dtype) { return (n + kPanel - 1) / kPanel * panel_bytes(k, dtype); }
 
 PackedMatrix::PackedMatrix(std::int64_t n, std::int64_t k, DType dtype, void* memory) : data_(memory), n_(n), k_(k), dtype_(dtype) {
   if (dtype != DType::kBFloat16 && dtype != DType::kFloat32)
-    throw Error(ErrorKind::kInternal, std::string("internal error: PackedMatrix: expected bfloat16 or float32, got ") + name_of(dtype) + ".");
+    throw Error(ErrorKind::kInternal,
+                std::string("internal error: PackedMatrix: expected bfloat16 or float32, got ") + name_of(dtype) + ".");
   const auto size = static_cast<std::size_t>(bytes(n, k, dtype));
   if (!memory) {
-    own_.reset(::operator new(std::max<std::size_t>(size, kAlign), std::align_val_t{kAlign}));
+    own_.reset(::operator new (std::max<std::size_t>(size, kAlign), std::align_val_t{kAlign}));
     data_ = own_.get();
   }
   std::memset(data_, 0, size);
@@ -224,7 +223,8 @@ void PackedMatrix::set_rows(std::int64_t begin, std::int64_t count, const void* 
   const auto copy = [&]<class T>(const T* source) {
     for (std::int64_t r = 0; r < count; ++r)
       for (std::int64_t i = 0; i < k_; ++i)
-        std::memcpy(static_cast<std::uint8_t*>(data_) + offset_of(begin + r, i, k_, dtype_), source + r * row_stride + i * col_stride, sizeof(T));
+        std::memcpy(static_cast<std::uint8_t*>(data_) + offset_of(begin + r, i, k_, dtype_), source + r * row_stride + i * col_stride,
+                    sizeof(T));
   };
   dtype_ == DType::kBFloat16 ? copy(static_cast<const core::bfloat16*>(w)) : copy(static_cast<const float*>(w));
 }
@@ -239,8 +239,16 @@ void matmul(const PackedMatrix& w, const float* x, std::int64_t x_stride, std::i
             const MatmulAdd& plus) {
   if (rows <= 0 || w.n() <= 0) return;
   const std::int64_t k = w.k();
-  const MatmulCall call{static_cast<const std::uint8_t*>(w.data()), panel_bytes(k, w.dtype()), w.n(), k, w.dtype() == DType::kBFloat16,
-                        x, x_stride, y, y_stride, plus};
+  const MatmulCall call{static_cast<const std::uint8_t*>(w.data()),
+                        panel_bytes(k, w.dtype()),
+                        w.n(),
+                        k,
+                        w.dtype() == DType::kBFloat16,
+                        x,
+                        x_stride,
+                        y,
+                        y_stride,
+                        plus};
   // A chunk of rows keeps its x in the second-level cache while the weights pass by once.
   constexpr std::int64_t kChunkFloats = 128 * 1024;
   const std::int64_t most = std::max<std::int64_t>(24, kChunkFloats / std::max<std::int64_t>(1, k) / 24 * 24);

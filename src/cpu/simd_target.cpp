@@ -10,9 +10,7 @@
 HWY_BEFORE_NAMESPACE();
 namespace specstate::cpu::HWY_NAMESPACE {
 
-SimdTarget describe() {
-  return {hwy::TargetName(HWY_TARGET), HWY_NATIVE_FMA != 0, static_cast<int>(HWY_LANES(float))};
-}
+SimdTarget describe() { return {hwy::TargetName(HWY_TARGET), HWY_NATIVE_FMA != 0, static_cast<int>(HWY_LANES(float))}; }
 
 }  // namespace specstate::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();

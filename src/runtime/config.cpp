@@ -128,7 +128,8 @@ TargetConfig parse_target_config(std::string_view text, const std::string& name)
   c.top_k = f.integer("index_topk", 1, 8192);
   std::vector<bool> owns(static_cast<std::size_t>(c.layers), false);
   for (const int i : f.integers("index_anchor_layers", 0, c.layers - 1, kMaxLayers)) {
-    if (c.is_kda[static_cast<std::size_t>(i)]) f.fail("index_anchor_layers", "sparse-MLA layers (0-based)", fmt::format("the KDA layer {}", i));
+    if (c.is_kda[static_cast<std::size_t>(i)])
+      f.fail("index_anchor_layers", "sparse-MLA layers (0-based)", fmt::format("the KDA layer {}", i));
     owns[static_cast<std::size_t>(i)] = true;
   }
   c.anchor_of.assign(static_cast<std::size_t>(c.layers), -1);
@@ -136,7 +137,8 @@ TargetConfig parse_target_config(std::string_view text, const std::string& name)
   for (int i = 0; i < c.layers; ++i) {
     if (c.is_kda[static_cast<std::size_t>(i)]) continue;
     if (owns[static_cast<std::size_t>(i)]) anchor = i;
-    if (anchor < 0) f.fail("index_anchor_layers", fmt::format("the first sparse-MLA layer, {}, among them", i), shown(*f.find("index_anchor_layers")));
+    if (anchor < 0)
+      f.fail("index_anchor_layers", fmt::format("the first sparse-MLA layer, {}, among them", i), shown(*f.find("index_anchor_layers")));
     c.anchor_of[static_cast<std::size_t>(i)] = anchor;
   }
   return c;
@@ -147,14 +149,18 @@ DraftConfig parse_draft_config(std::string_view text, const std::string& name) {
   const Fields f(json, name);
   DraftConfig c;
   const Json& arch = f.need("architectures", R"(["DFlashDraftModel"] or ["DSparkDraftModel"])");
-  if (arch == Json::array({"DFlashDraftModel"})) c.kind = DrafterKind::kDFlash;
-  else if (arch == Json::array({"DSparkDraftModel"})) c.kind = DrafterKind::kDSpark;
-  else f.fail("architectures", R"(["DFlashDraftModel"] or ["DSparkDraftModel"])", shown(arch));
+  if (arch == Json::array({"DFlashDraftModel"}))
+    c.kind = DrafterKind::kDFlash;
+  else if (arch == Json::array({"DSparkDraftModel"}))
+    c.kind = DrafterKind::kDSpark;
+  else
+    f.fail("architectures", R"(["DFlashDraftModel"] or ["DSparkDraftModel"])", shown(arch));
   c.hidden = f.integer("hidden_size", 1, kMaxSize);
   c.layers = f.integer("num_hidden_layers", 1, kMaxLayers);
   c.heads = f.integer("num_attention_heads", 1, 1024);
   c.kv_heads = f.integer("num_key_value_heads", 1, 1024);
-  if (c.heads % c.kv_heads != 0) f.fail("num_key_value_heads", fmt::format("a divisor of num_attention_heads {}", c.heads), std::to_string(c.kv_heads));
+  if (c.heads % c.kv_heads != 0)
+    f.fail("num_key_value_heads", fmt::format("a divisor of num_attention_heads {}", c.heads), std::to_string(c.kv_heads));
   c.head_dim = f.integer("head_dim", 2, 1024);
   c.intermediate = f.integer("intermediate_size", 1, kMaxSize);
   f.exactly("hidden_act", "silu", true);
@@ -164,7 +170,8 @@ DraftConfig parse_draft_config(std::string_view text, const std::string& name) {
   const double rotary = c.head_dim * f.number("partial_rotary_factor", 1e-6, 1.0);
   c.rotary_dim = static_cast<int>(rotary);
   if (c.rotary_dim < 2 || c.rotary_dim % 2 != 0)
-    f.fail("partial_rotary_factor", fmt::format("an even number of rotary dimensions, at least 2, of head_dim {}", c.head_dim), fmt::format("{}", rotary));
+    f.fail("partial_rotary_factor", fmt::format("an even number of rotary dimensions, at least 2, of head_dim {}", c.head_dim),
+           fmt::format("{}", rotary));
   c.max_positions = f.integer("max_position_embeddings", 1, kMaxContext);
   c.vocab = f.integer("vocab_size", 1, kMaxSize);
   f.exactly("is_causal", false);
@@ -216,8 +223,8 @@ void check_drafter_fits(const DraftConfig& d, const TargetConfig& t, const std::
   same("num_target_layers", t.layers, d.num_target_layers);
   // The last block may start at the last position.
   if (d.max_positions < t.max_length)
-    core::throw_value(fmt::format("{}: max_position_embeddings: expected at least the target's model_max_length {}, got {}.", name, t.max_length,
-                                  d.max_positions));
+    core::throw_value(fmt::format("{}: max_position_embeddings: expected at least the target's model_max_length {}, got {}.", name,
+                                  t.max_length, d.max_positions));
 }
 
 }  // namespace specstate::runtime

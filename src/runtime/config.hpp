@@ -17,8 +17,8 @@ struct TargetConfig {
   int kda_heads = 0, kda_dim = 0;  // H, D
   float gate_lower_bound = 0;
   int index_heads = 0, index_dim = 0, top_k = 0;  // Hi, Di
-  std::vector<bool> is_kda;                        // [layers]
-  std::vector<int> anchor_of;                      // [layers] sparse-MLA layers: the anchor whose positions they use; KDA: -1
+  std::vector<bool> is_kda;                       // [layers]
+  std::vector<int> anchor_of;                     // [layers] sparse-MLA layers: the anchor whose positions they use; KDA: -1
 };
 
 enum class DrafterKind { kDFlash, kDSpark };
@@ -30,12 +30,12 @@ struct DraftConfig {
   float rms_eps = 0;
   double rope_theta = 0;
   int rotary_dim = 0;
-  int block = 0;                      // rows of a draft forward
+  int block = 0;  // rows of a draft forward
   int num_target_layers = 0;
-  std::vector<int> feature_layers;    // 0-based, the hidden state after that layer
-  std::vector<int> window;            // [layers] a key at kp is visible to a query at qp iff kp > qp - window; 0: no window
+  std::vector<int> feature_layers;  // 0-based, the hidden state after that layer
+  std::vector<int> window;          // [layers] a key at kp is visible to a query at qp iff kp > qp - window; 0: no window
   int mask_id = 0;
-  int markov_rank = 0;                // DSpark
+  int markov_rank = 0;                         // DSpark
   std::vector<float> confidence_temperatures;  // DSpark [block]
 
   /// Proposals of one step: B - 1 for DFlash (row 0 predicts nothing), gamma for DSpark.

@@ -22,7 +22,9 @@ namespace {
 
 struct Descriptor {
   int fd;
-  ~Descriptor() { if (fd >= 0) ::close(fd); }
+  ~Descriptor() {
+    if (fd >= 0) ::close(fd);
+  }
 };
 
 /// An open descriptor of a regular file and its size.

@@ -24,11 +24,20 @@ struct DTypeName {
   const char* text;
   DType dtype;
 };
-constexpr DTypeName kDTypes[] = {
-    {"BF16", DType::kBFloat16}, {"F32", DType::kFloat32}, {"F16", DType::kFloat16}, {"F64", DType::kFloat64},
-    {"F8_E4M3", DType::kFloat8E4M3FN}, {"I8", DType::kInt8}, {"I16", DType::kInt16}, {"I32", DType::kInt32},
-    {"I64", DType::kInt64}, {"U8", DType::kUInt8}, {"U16", DType::kUInt16}, {"U32", DType::kUInt32}, {"U64", DType::kUInt64},
-    {"BOOL", DType::kBool}};
+constexpr DTypeName kDTypes[] = {{"BF16", DType::kBFloat16},
+                                 {"F32", DType::kFloat32},
+                                 {"F16", DType::kFloat16},
+                                 {"F64", DType::kFloat64},
+                                 {"F8_E4M3", DType::kFloat8E4M3FN},
+                                 {"I8", DType::kInt8},
+                                 {"I16", DType::kInt16},
+                                 {"I32", DType::kInt32},
+                                 {"I64", DType::kInt64},
+                                 {"U8", DType::kUInt8},
+                                 {"U16", DType::kUInt16},
+                                 {"U32", DType::kUInt32},
+                                 {"U64", DType::kUInt64},
+                                 {"BOOL", DType::kBool}};
 
 StoredTensor parse_tensor(const Json& entry, const std::string& where, std::uint64_t data_size) {
   if (!entry.is_object()) fail(where, fmt::format("expected an object with dtype, shape and data_offsets, got {}.", entry.type_name()));
@@ -48,9 +57,12 @@ StoredTensor parse_tensor(const Json& entry, const std::string& where, std::uint
   for (const Json& n : *shape) {
     if (!n.is_number_unsigned()) fail(where, "expected shape of non-negative integers.");
     const std::uint64_t v = n.get<std::uint64_t>();
-    if (v == 0) empty = true;
-    else if (v > (std::uint64_t{1} << 62) || bytes > (std::uint64_t{1} << 62) / v) fail(where, "the shape's byte count overflows.");
-    else bytes *= v;
+    if (v == 0)
+      empty = true;
+    else if (v > (std::uint64_t{1} << 62) || bytes > (std::uint64_t{1} << 62) / v)
+      fail(where, "the shape's byte count overflows.");
+    else
+      bytes *= v;
     t.shape.push_back(static_cast<std::int64_t>(v));
   }
   if (empty) bytes = 0;

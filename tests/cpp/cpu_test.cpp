@@ -45,7 +45,8 @@ std::vector<bfloat16> to_bf16(const std::vector<float>& x) {
 ::testing::AssertionResult same_bits(const std::vector<float>& a, const std::vector<float>& b) {
   if (a.size() != b.size()) return ::testing::AssertionFailure() << "sizes " << a.size() << " and " << b.size();
   for (std::size_t i = 0; i < a.size(); ++i)
-    if (core::bits_of(a[i]) != core::bits_of(b[i])) return ::testing::AssertionFailure() << "element " << i << ": " << a[i] << " and " << b[i];
+    if (core::bits_of(a[i]) != core::bits_of(b[i]))
+      return ::testing::AssertionFailure() << "element " << i << ": " << a[i] << " and " << b[i];
   return ::testing::AssertionSuccess();
 }
 

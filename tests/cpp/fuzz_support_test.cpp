@@ -1,8 +1,7 @@
 // The promises that fuzz targets hold a call to (tests/fuzz/fuzz.hpp): each must be able to fail.
-#include "../fuzz/fuzz.hpp"
-
 #include <gtest/gtest.h>
 
+#include "../fuzz/fuzz.hpp"
 #include "core/match.hpp"
 
 using namespace specstate;

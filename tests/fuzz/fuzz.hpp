@@ -80,7 +80,8 @@ class Call {
     }
     for (const Buffer& b : buffers_) {
       if (refused || !b.writable) {
-        if (b.bytes > 0 && std::memcmp(b.before.data(), b.memory.get(), b.bytes) != 0) fail(refused ? "a refused call wrote" : "an input was written");
+        if (b.bytes > 0 && std::memcmp(b.before.data(), b.memory.get(), b.bytes) != 0)
+          fail(refused ? "a refused call wrote" : "an input was written");
         continue;
       }
       std::vector<bool> element(b.bytes);
@@ -188,11 +189,13 @@ class Call {
     };
     each_element(t, [&](std::int64_t offset) {
       const bool outside = wild && next() % 8 == 0;
-      std::int64_t integer = values.lowest + static_cast<std::int64_t>(next() % (static_cast<std::uint64_t>(values.highest - values.lowest) + 1));
+      std::int64_t integer =
+          values.lowest + static_cast<std::int64_t>(next() % (static_cast<std::uint64_t>(values.highest - values.lowest) + 1));
       float real = static_cast<float>(next() % 4096) / 1024.0f - 2.0f;
       if (outside) {
         const std::int64_t integers[] = {-1, values.highest + 1, values.lowest - 1, INT32_MAX, INT32_MIN, INT64_MAX, INT64_MIN, 1 << 20};
-        const float reals[] = {0.0f, -0.0f, 1e30f, -1e30f, 1e-40f, static_cast<float>(INFINITY), -static_cast<float>(INFINITY), static_cast<float>(NAN)};
+        const float reals[] = {
+            0.0f, -0.0f, 1e30f, -1e30f, 1e-40f, static_cast<float>(INFINITY), -static_cast<float>(INFINITY), static_cast<float>(NAN)};
         integer = integers[next() % 8], real = reals[next() % 8];
       }
       switch (t.dtype) {

@@ -18,6 +18,7 @@ RULES = {
     "version": tree.version,
     "rooms": tree.rooms,
     "docs": docs.check,
+    "environment": docs.environment,
     "style": style.check,
 }
 

@@ -1,8 +1,13 @@
-"""Links of the documentation resolve."""
+"""Links of the documentation resolve; the table of environment variables is true."""
 
+import pathlib
 import re
+import sys
 
 from tree import matching, text
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "tools"))
+import environment_docs  # noqa: E402
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^(```|~~~).*?^\1", re.M | re.S)
@@ -30,4 +35,18 @@ def check(root):
                 found.append(f"{relative}: link to {link}, which is not there")
             elif anchor and target.suffix == ".md" and anchor not in anchors(text(target) or ""):
                 found.append(f"{relative}: link to {link}, which has no such heading")
+    return found
+
+
+def environment(root):
+    """docs/environment.md is what tools/environment_docs.py makes, and every variable that the sources name is in it."""
+    page = root / "docs" / "environment.md"
+    content = page.read_text() if page.is_file() else ""
+    found = [] if content == environment_docs.render(root) else ["docs/environment.md: differs from src/core/env.cpp (tools/environment_docs.py)"]
+    for path, relative in matching(root, ".cpp", ".hpp", ".py"):
+        if not relative.startswith(("src/", "cli/", "python/", "bench/")):
+            continue
+        for name in re.findall(r"""(?:getenv\(|environ(?:\.get\(|\[)|get\()\s*["'](SPECSTATE_\w+)["']""", text(path) or ""):
+            if f"`{name}`" not in content:
+                found.append(f"{relative}: {name} has no line in docs/environment.md")
     return found

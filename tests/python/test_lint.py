@@ -15,7 +15,7 @@ import names  # noqa: E402
 import style  # noqa: E402
 import tree  # noqa: E402
 
-RULES = [layers.check, names.check, headers.check, tree.local_paths, tree.version, docs.check]
+RULES = [layers.check, names.check, headers.check, tree.local_paths, tree.version, docs.check, docs.environment]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.__module__}-{rule.__name__}")
@@ -57,6 +57,10 @@ PLANTED = [
     (tree.rooms, "src/kda/cpu.cpp", "", "src/kda/SEMANTICS.md: is missing"),
     (docs.check, "docs/a.md", "[gone](c.md)\n", "which is not there"),
     (docs.check, "docs/a.md", "# One\n[gone](#two)\n", "no such heading"),
+    (docs.environment, "src/core/env.cpp", 'x = {{"SPECSTATE_NEW", "new", "none"}};\n', "differs from src/core/env.cpp"),
+    (docs.environment, "docs/environment.md", "# Environment variables\n", "differs from src/core/env.cpp"),
+    (docs.environment, "python/specstate/x.py", 'os.environ.get("SPECSTATE_SECRET")\n', "SPECSTATE_SECRET has no line"),
+    (docs.environment, "src/core/log.cpp", 'std::getenv("SPECSTATE_SECRET")\n', "SPECSTATE_SECRET has no line"),
     (style.check, "src/kda/cpu.cpp", "int  f( ){return 1 ;}\n", "not formatted"),
 ]
 
@@ -65,7 +69,12 @@ PLANTED = [
 def test_planted_fault_is_found(rule, name, content, wanted, tmp_path):
     clean = {"VERSION": "3.2.1\n", "CHANGELOG.md": "# Changelog\n\n## 3.2.1\n", "docs/a.md": "# One\n[one](#one) [two](b.md)\n", "docs/b.md": "# B\n",
              "HACKING.md": "| room | what |\n| --- | --- |\n| `src/core/` | core |\n| `docs/` | |\n| `include/specstate/` | |\n", "src/core/match.hpp": "#pragma once\n",
-             "include/specstate/tensor.hpp": "#pragma once\n", ".clang-format": (ROOT / ".clang-format").read_text()}
+             "include/specstate/tensor.hpp": "#pragma once\n", ".clang-format": (ROOT / ".clang-format").read_text(),
+             "src/core/env.cpp": "", "docs/environment.md": ""}
+
+    (tmp_path / "src" / "core").mkdir(parents=True)
+    (tmp_path / "src/core/env.cpp").write_text("")
+    clean["docs/environment.md"] = docs.environment_docs.render(tmp_path)
 
     def build(folder, extra):
         for path, text in {**clean, **extra}.items():

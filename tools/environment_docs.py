@@ -1,0 +1,27 @@
+#!/usr/bin/env python3
+"""Writes docs/environment.md from the table of src/core/env.cpp; the lint rule `environment` holds the two together."""
+
+import pathlib
+import re
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROW = re.compile(r'\{"(SPECSTATE_\w+)",\s*"((?:[^"\\]|\\.)*)",\s*"((?:[^"\\]|\\.)*)"\}')
+
+
+def render(root=ROOT):
+    rows = ROW.findall((root / "src/core/env.cpp").read_text())
+    lines = [
+        "# Environment variables",
+        "",
+        "Read once, when the library first needs one; a `SPECSTATE_` variable that is not in this table is warned of.",
+        "Made by `tools/environment_docs.py` from the table in `src/core/env.cpp`: edit that one.",
+        "",
+        "| variable | meaning | default |",
+        "| --- | --- | --- |",
+    ]
+    lines += [f"| `{name}` | {meaning} | {fallback} |" for name, meaning, fallback in rows]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    (ROOT / "docs" / "environment.md").write_text(render())
