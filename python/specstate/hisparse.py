@@ -1,0 +1,526 @@
+"""HiSparse: sparse attention over a KV cache in host memory with a small hot buffer of device rows.
+
+The library's own operations (`swap_in`, `swap_in_single`, `replay_plan`, `transfer_paged`) and, under sglang's names and
+signatures (0.5.23), the calls that work inside sglang's own state tensors. Words used below: B batch rows, R request slots,
+S steps, K top-k, H hot slots, P tail slots, L positions a request can have, Nh host rows, Nd device rows. A "token" is a position
+inside its request, a "loc" a row of a pool. On the CPU backend host and device buffers are both CPU memory.
+
+Every function raises ValueError naming the argument before anything is written. What exactly a call does is in
+`src/hisparse/SEMANTICS.md`.
+"""
+
+from typing import Any, NamedTuple
+
+from ._arrays import array_in, array_out, empty_like
+from ._library import function
+from ._stream import stream_handle
+
+__all__ = [
+    "HiSparseSpecState",
+    "SwapState",
+    "copy_cache_planned_mla",
+    "load_blocks_to_device_buffer_mha",
+    "load_cache_to_device_buffer_dsv4_mla",
+    "load_cache_to_device_buffer_mla",
+    "load_cache_to_device_buffer_spec_mla",
+    "new_spec_state",
+    "new_swap_state",
+    "replay_plan",
+    "reset_swap_state",
+    "swap_in",
+    "swap_in_single",
+    "transfer_cache_dsv4_mla",
+    "transfer_paged",
+]
+
+_LAYOUTS = {"linear": False, "dsv4": True}
+
+
+def _paged(layout):
+    try:
+        return _LAYOUTS[layout]
+    except (KeyError, TypeError):
+        raise ValueError(f"layout: expected 'linear' or 'dsv4', got {layout!r}.") from None
+
+
+def _hint(op, name, value, low, high):
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        expected = f"{low} to {high}" if high is not None else f"at least {low}"
+        raise ValueError(f"{op}: {name}: expected {expected}, got {value!r}.")
+
+
+# ------------------------------------------------------------------------------------------------------------ native
+
+
+class SwapState(NamedTuple):
+    """Native swap state of one layer, or of an anchor and its followers. Every row that a request owns can be a hit."""
+
+    slot_tokens: Any  #: [R, H+P] int32: the token of each slot, -1 empty; columns H.. are the tail (drafts)
+    slot_locs: Any  #: [R, H+P] int32: the device row of each slot, -1 none; yours to fill
+    slot_stamps: Any  #: [R, H] int32: when a hot slot was last used
+    token_slots: Any  #: [R, L] int16 or int32: where a token was last seen; a hint
+    clock: Any  #: [R] int32: number of the last call
+
+
+def new_swap_state(slot_locs, hot, context):
+    """An empty SwapState around `slot_locs` [R, H+P] int32, for `hot` = H slots and `context` = L positions."""
+    requests, width = slot_locs.shape
+    state = SwapState(
+        empty_like(slot_locs, (requests, width), "int32"),
+        slot_locs,
+        empty_like(slot_locs, (requests, hot), "int32"),
+        empty_like(slot_locs, (requests, context), "int16" if hot <= 32767 else "int32"),
+        empty_like(slot_locs, (requests,), "int32"),
+    )
+    reset_swap_state(state)
+    return state
+
+
+def _state(state):
+    tokens, locs, stamps, hints, clock = state
+    return (
+        array_out("state.slot_tokens", tokens),
+        array_in("state.slot_locs", locs),
+        array_out("state.slot_stamps", stamps),
+        array_out("state.token_slots", hints),
+        array_out("state.clock", clock),
+    )
+
+
+def reset_swap_state(state, requests=None, *, stream=None):
+    """Makes request slots empty (all of them if `requests` [n] is None); for a new occupant of a slot."""
+    function("hisparse_reset_swap_state")(*_state(state), array_in("requests", requests), stream_handle(stream, state[0]))
+
+
+def swap_in(
+    top_k_tokens,
+    seq_lens,
+    req_pool_indices,
+    host_cache_locs,
+    host_cache,
+    device_buffer,
+    state,
+    *,
+    host_cache_v=None,
+    device_buffer_v=None,
+    num_real_reqs=None,
+    miss_src=None,
+    miss_dst=None,
+    miss_count=None,
+    unique_misses=None,
+    unique_hits=None,
+    layout="linear",
+    skip_io=False,
+    out=None,
+    stream=None,
+):
+    """Swap-in of any number of steps with the native state.
+
+    top_k_tokens [B, S, K] int32; seq_lens [B, S] int32 or int64; req_pool_indices [B]; host_cache_locs [R, L] int64 or int32 (< 0: no
+    host row); host_cache [Nh, ...] and device_buffer [Nd, ...] of any dtype with rows of the same number of bytes, and a second pair
+    for a V cache; state: SwapState. num_real_reqs [1] int32: rows from there on are padding.
+    miss_src [>=B, >=S*K] int64, miss_dst (same) int32, miss_count [>=B] int32: the copies, for `replay_plan`.
+    unique_misses, unique_hits [>=B] int32: counts.
+    Returns the device rows [B, S, K] int32; -1 for tokens outside 0..seq_len-1, without a host row, or for which no row was left.
+    """
+    if out is None:
+        out = empty_like(top_k_tokens, tuple(top_k_tokens.shape), "int32")
+    function("hisparse_swap_in")(
+        array_in("top_k_tokens", top_k_tokens),
+        array_in("seq_lens", seq_lens),
+        array_in("req_pool_indices", req_pool_indices),
+        array_in("num_real_reqs", num_real_reqs),
+        array_in("host_cache_locs", host_cache_locs),
+        array_in("host_cache", host_cache),
+        array_out("device_buffer", device_buffer),
+        array_in("host_cache_v", host_cache_v),
+        array_out("device_buffer_v", device_buffer_v),
+        *_state(state),
+        _paged(layout),
+        array_out("out", out),
+        array_out("miss_src", miss_src),
+        array_out("miss_dst", miss_dst),
+        array_out("miss_count", miss_count),
+        array_out("unique_misses", unique_misses),
+        array_out("unique_hits", unique_hits),
+        bool(skip_io),
+        stream_handle(stream, top_k_tokens),
+    )
+    return out
+
+
+def swap_in_single(
+    top_k_tokens,
+    device_buffer_tokens,
+    host_cache_locs,
+    device_buffer_locs,
+    host_cache,
+    device_buffer,
+    req_pool_indices,
+    seq_lens,
+    lru_slots,
+    *,
+    host_cache_v=None,
+    device_buffer_v=None,
+    num_real_reqs=None,
+    miss_src=None,
+    miss_dst=None,
+    miss_count=None,
+    sparse_block_size=1,
+    layout="linear",
+    skip_io=False,
+    out=None,
+    stream=None,
+):
+    """Swap-in of one step with exact LRU, in sglang's single-step state (see `load_cache_to_device_buffer_mla`).
+
+    With sparse_block_size > 1, top_k_tokens [B, n] names blocks of that many tokens. A second pair of buffers is moved by the same
+    resolve. lru_slots [R, H] int16, or int32 beyond 32767 slots. Returns the device rows [B, K] int32.
+    """
+    if out is None:
+        rows, entries = top_k_tokens.shape
+        out = empty_like(top_k_tokens, (rows, entries * sparse_block_size), "int32")
+    _single(
+        "swap_in_single", _paged(layout), top_k_tokens, device_buffer_tokens, host_cache_locs, device_buffer_locs, host_cache,
+        device_buffer, host_cache_v, device_buffer_v, out, req_pool_indices, seq_lens, lru_slots, -1, -1, -1, num_real_reqs, miss_src,
+        miss_dst, miss_count, sparse_block_size, skip_io, stream,
+    )
+    return out
+
+
+def _single(
+    op, paged, top_k_tokens, device_buffer_tokens, host_cache_locs, device_buffer_locs, host_cache, device_buffer, host_cache_v,
+    device_buffer_v, top_k_device_locs, req_pool_indices, seq_lens, lru_slots, item_size_bytes, num_top_k, hot_buffer_size,
+    num_real_reqs, miss_src, miss_dst, miss_count, sparse_block_size, skip_io, stream=None,
+):
+    function("hisparse_swap_in_single")(
+        array_in("top_k_tokens", top_k_tokens),
+        array_out("device_buffer_tokens", device_buffer_tokens),
+        array_in("host_cache_locs", host_cache_locs),
+        array_in("device_buffer_locs", device_buffer_locs),
+        array_in("host_cache", host_cache),
+        array_out("device_buffer", device_buffer),
+        array_in("host_cache_v", host_cache_v),
+        array_out("device_buffer_v", device_buffer_v),
+        array_out("top_k_device_locs", top_k_device_locs),
+        array_in("req_pool_indices", req_pool_indices),
+        array_in("seq_lens", seq_lens),
+        array_out("lru_slots", lru_slots),
+        item_size_bytes,
+        num_top_k,
+        hot_buffer_size,
+        array_in("num_real_reqs", num_real_reqs),
+        paged,
+        array_out("miss_src", miss_src),
+        array_out("miss_dst", miss_dst),
+        array_out("miss_count", miss_count),
+        sparse_block_size,
+        bool(skip_io),
+        op,
+        stream_handle(stream, top_k_tokens),
+    )
+
+
+def _list(name, x, array):
+    if x is None:
+        return []
+    items = list(x) if isinstance(x, (list, tuple)) else [x]
+    return [_tensor(array(name, item)) for item in items]
+
+
+def _tensor(x):
+    """A list crosses the binding as tensors, so its entries are wrapped here."""
+    import tvm_ffi
+
+    return x if isinstance(x, tvm_ffi.Tensor) else tvm_ffi.from_dlpack(x)
+
+
+def replay_plan(
+    miss_src,
+    miss_dst,
+    miss_count,
+    host_cache,
+    device_buffer,
+    *,
+    host_cache_v=None,
+    device_buffer_v=None,
+    num_real_reqs=None,
+    layout="linear",
+    skip_io=False,
+    stream=None,
+):
+    """Replays a recorded miss plan on one follower layer, or on many (lists of buffers). Copies only."""
+    hosts, devices = _list("host_cache", host_cache, array_in), _list("device_buffer", device_buffer, array_out)
+    hosts_v, devices_v = _list("host_cache_v", host_cache_v, array_in), _list("device_buffer_v", device_buffer_v, array_out)
+    for name, x, n in [("device_buffer", devices, len(hosts)), ("host_cache_v", hosts_v, len(hosts)), ("device_buffer_v", devices_v, len(hosts_v))]:
+        if len(x) != n and not (name == "host_cache_v" and not x):
+            raise ValueError(f"replay_plan: {name}: expected {n} layers, got {len(x)}.")
+    _replay("replay_plan", miss_src, miss_dst, miss_count, num_real_reqs, hosts, devices, hosts_v, devices_v, -1, _paged(layout), skip_io, stream)
+
+
+def _replay(op, miss_src, miss_dst, miss_count, num_real_reqs, hosts, devices, hosts_v, devices_v, item_size_bytes, paged, skip_io, stream):
+    function("hisparse_replay_plan")(
+        array_in("miss_src", miss_src),
+        array_in("miss_dst", miss_dst),
+        array_in("miss_count", miss_count),
+        array_in("num_real_reqs", num_real_reqs),
+        hosts,
+        devices,
+        hosts_v,
+        devices_v,
+        item_size_bytes,
+        paged,
+        bool(skip_io),
+        op,
+        stream_handle(stream, miss_src),
+    )
+
+
+def transfer_paged(src, dst, src_indices, dst_indices, *, stream=None):
+    """Copies DSv4 rows: for every layer, row src_indices[i] of src[layer] goes to row dst_indices[i] of dst[layer].
+
+    src, dst: one buffer of whole 37440-byte pages, or a list, one a layer. A destination named twice, or that is also a source, is
+    undefined.
+    """
+    src, dst = _list("src", src, array_in), _list("dst", dst, array_out)
+    if len(src) != len(dst):
+        raise ValueError(f"transfer_paged: dst: expected {len(src)} layers, got {len(dst)}.")
+    function("hisparse_transfer_paged")(
+        src, dst, array_in("src_indices", src_indices), array_in("dst_indices", dst_indices), stream_handle(stream, src_indices)
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ sglang's names
+
+
+class HiSparseSpecState(NamedTuple):
+    """State of sglang's speculative swap (H hot slots, R request slots, C scratch rows, Z hash size)."""
+
+    cache_index: Any  #: [R, 2, Z] int64: two hash banks of slot << 32 | token
+    cache_policy: Any  #: [R+1, H] int32: row 0 the packed clocks, row r+1 the epochs of request r's slots
+    scratch_locs: Any  #: [R, C] int32: device rows that misses may land in when no hot slot is free
+    scratch_state: Any  #: [R+1, >=max(4R, 5*S*K)] int32: counters (row 0; [0, r] is the last call's distinct misses) and workspace
+
+
+def new_spec_state(scratch_locs, hot, occurrences):
+    """A fresh HiSparseSpecState around `scratch_locs` [R, C] int32: nothing indexed, all counters 0. occurrences = S * K."""
+    requests = scratch_locs.shape[0]
+    size = 1 << max(1, (2 * hot - 1).bit_length())
+    index = empty_like(scratch_locs, (requests, 2, size), "int64")
+    policy = empty_like(scratch_locs, (requests + 1, hot), "int32")
+    columns = max(4 * requests, 5 * occurrences)
+    workspace = empty_like(scratch_locs, (requests + 1, columns + columns % 2), "int32")
+    index[...] = -1
+    policy[...] = 0
+    workspace[...] = -1
+    workspace[0] = 0
+    return HiSparseSpecState(index, policy, scratch_locs, workspace)
+
+
+def load_cache_to_device_buffer_spec_mla(
+    *,
+    top_k_tokens,
+    device_buffer_tokens,
+    host_cache_locs,
+    device_buffer_locs,
+    host_cache,
+    device_buffer,
+    top_k_device_locs,
+    req_pool_indices,
+    seq_lens,
+    state,
+    num_real_reqs,
+    miss_src=None,
+    miss_dst=None,
+    miss_count=None,
+    strict_sglang=None,
+):
+    """Resolves all speculative steps and swaps the distinct misses in, inside sglang's state tensors.
+
+    top_k_tokens, top_k_device_locs [B, S, K] int32; device_buffer_tokens, device_buffer_locs [R, H+P] int32; host_cache_locs [R, L]
+    int64; req_pool_indices [B] int64; seq_lens [B*S] int32; state: HiSparseSpecState; num_real_reqs [1] int32.
+    Padded rows give 0. state.scratch_state[0, r] publishes all distinct misses, miss_count those that were served.
+    strict_sglang: None keeps the documented contract (2 to 4 steps), True also the limits of sglang's compiled kernel, False lifts
+    both. Errors carry sglang's texts: ValueError, and RuntimeError where sglang's C++ side checks.
+    """
+    limits = 0 if strict_sglang is None else 1 if strict_sglang else 2
+    cache_index, cache_policy, scratch_locs, scratch_state = state
+    function("hisparse_swap_in_spec")(
+        array_in("top_k_tokens", top_k_tokens),
+        array_out("device_buffer_tokens", device_buffer_tokens),
+        array_in("host_cache_locs", host_cache_locs),
+        array_out("device_buffer_locs", device_buffer_locs),
+        array_in("host_cache", host_cache),
+        array_out("device_buffer", device_buffer),
+        array_out("top_k_device_locs", top_k_device_locs),
+        array_in("req_pool_indices", req_pool_indices),
+        array_in("seq_lens", seq_lens),
+        array_out("state.cache_index", cache_index),
+        array_out("state.cache_policy", cache_policy),
+        array_out("state.scratch_locs", scratch_locs),
+        array_out("state.scratch_state", scratch_state),
+        array_in("num_real_reqs", num_real_reqs),
+        array_out("miss_src", miss_src),
+        array_out("miss_dst", miss_dst),
+        array_out("miss_count", miss_count),
+        limits,
+        stream_handle(None, top_k_tokens),
+    )
+
+
+def load_cache_to_device_buffer_mla(
+    top_k_tokens,
+    device_buffer_tokens,
+    host_cache_locs,
+    device_buffer_locs,
+    host_cache,
+    device_buffer,
+    top_k_device_locs,
+    req_pool_indices,
+    seq_lens,
+    lru_slots,
+    item_size_bytes,
+    num_top_k,
+    hot_buffer_size,
+    page_size=1,
+    block_size=256,
+    num_real_reqs=None,
+    miss_src=None,
+    miss_dst=None,
+    miss_count=None,
+    skip_io=False,
+):
+    """Single-step swap-in with exact LRU over linear buffers.
+
+    top_k_tokens, top_k_device_locs [B, K] int32; device_buffer_tokens, device_buffer_locs [R, >=H+1] int32, column H the newest
+    token; host_cache_locs [R, L] int64; lru_slots [R, H] int16, oldest first; req_pool_indices, seq_lens [B] int32 or int64.
+    seq_len <= H: slot t holds token t. Padded rows and invalid tokens give -1. page_size is accepted and ignored, block_size (1 to
+    1024) is a hint. skip_io moves no bytes.
+    """
+    op = "load_cache_to_device_buffer_mla"
+    _hint(op, "block_size", block_size, 1, 1024)
+    _single(
+        op, False, top_k_tokens, device_buffer_tokens, host_cache_locs, device_buffer_locs, host_cache, device_buffer, None, None,
+        top_k_device_locs, req_pool_indices, seq_lens, lru_slots, item_size_bytes, num_top_k, hot_buffer_size, num_real_reqs, miss_src,
+        miss_dst, miss_count, 1, skip_io,
+    )
+
+
+def load_cache_to_device_buffer_dsv4_mla(
+    top_k_tokens,
+    device_buffer_tokens,
+    host_cache_locs,
+    device_buffer_locs,
+    host_cache,
+    device_buffer,
+    top_k_device_locs,
+    req_pool_indices,
+    seq_lens,
+    lru_slots,
+    item_size_bytes,
+    num_top_k,
+    hot_buffer_size,
+    page_size=1,
+    block_size=256,
+    num_real_reqs=None,
+    miss_src=None,
+    miss_dst=None,
+    miss_count=None,
+    skip_io=False,
+):
+    """`load_cache_to_device_buffer_mla` over buffers of DSv4 pages (64 rows of 576 + 8 bytes in 37440 bytes); positions are compressed ones."""
+    op = "load_cache_to_device_buffer_dsv4_mla"
+    _hint(op, "block_size", block_size, 1, 1024)
+    _single(
+        op, True, top_k_tokens, device_buffer_tokens, host_cache_locs, device_buffer_locs, host_cache, device_buffer, None, None,
+        top_k_device_locs, req_pool_indices, seq_lens, lru_slots, item_size_bytes, num_top_k, hot_buffer_size, num_real_reqs, miss_src,
+        miss_dst, miss_count, 1, skip_io,
+    )
+
+
+def load_blocks_to_device_buffer_mha(
+    top_k_blocks,
+    device_buffer_tokens,
+    host_cache_locs,
+    device_buffer_locs,
+    host_cache_k,
+    host_cache_v,
+    device_buffer_k,
+    device_buffer_v,
+    top_k_device_locs,
+    req_pool_indices,
+    seq_lens,
+    lru_slots,
+    item_size_bytes,
+    hot_buffer_size,
+    sparse_block_size,
+    page_size=1,
+    block_size=256,
+    num_real_reqs=None,
+    skip_io=False,
+):
+    """Single-step swap-in of blocks of sparse_block_size tokens with one K and one V row a token.
+
+    top_k_blocks [B, n] int32; top_k_device_locs [B, >= n * sparse_block_size] int32; the rest as `load_cache_to_device_buffer_mla`.
+    """
+    op = "load_blocks_to_device_buffer_mha"
+    _hint(op, "sparse_block_size", sparse_block_size, 1, None)
+    _hint(op, "block_size", block_size, 1, 1024)
+    tokens = top_k_blocks.shape[1] * sparse_block_size
+    if hot_buffer_size < tokens:
+        raise ValueError(f"hot_buffer_size ({hot_buffer_size}) must be >= selected tokens ({tokens})")
+    k_stride, v_stride = _row_pitch(host_cache_k), _row_pitch(host_cache_v)
+    if not k_stride == v_stride == item_size_bytes:
+        raise ValueError(
+            f"K/V token strides must equal item_size_bytes: k_stride={k_stride}, v_stride={v_stride}, item_size_bytes={item_size_bytes}"
+        )
+    _single(
+        op, False, top_k_blocks, device_buffer_tokens, host_cache_locs, device_buffer_locs, host_cache_k, device_buffer_k, host_cache_v,
+        device_buffer_v, top_k_device_locs, req_pool_indices, seq_lens, lru_slots, item_size_bytes, top_k_blocks.shape[1],
+        hot_buffer_size, num_real_reqs, None, None, None, sparse_block_size, skip_io,
+    )
+
+
+def _row_pitch(x):
+    if hasattr(x, "stride"):
+        return x.stride(0) * x.element_size()
+    return x.strides[0]
+
+
+def copy_cache_planned_mla(
+    *,
+    miss_src,
+    miss_dst,
+    miss_count,
+    num_real_reqs,
+    host_cache,
+    device_buffer,
+    item_size_bytes,
+    num_blocks=4,
+    block_size=1024,
+    is_dsv4_layout=False,
+    skip_io=False,
+):
+    """Replays rows 0..num_real_reqs-1 (None: all) of a recorded miss plan for a shared-index layer. num_blocks and block_size are hints."""
+    op = "copy_cache_planned_mla"
+    _hint(op, "num_blocks", num_blocks, 1, None)
+    _hint(op, "block_size", block_size, 1, 1024)
+    _replay(
+        op, miss_src, miss_dst, miss_count, num_real_reqs, _list("host_cache", host_cache, array_in),
+        _list("device_buffer", device_buffer, array_out), [], [], item_size_bytes, bool(is_dsv4_layout), skip_io, None,
+    )
+
+
+def transfer_cache_dsv4_mla(src_ptrs, dst_ptrs, src_indices, dst_indices, block_size=1024):
+    """Copies DSv4 rows between buffers given by address: src_ptrs, dst_ptrs [layers] uint64; src_indices, dst_indices [N] int64.
+
+    Addresses cannot be checked beyond being non-zero, indices beyond being >= 0. N = 0 does nothing.
+    """
+    _hint("transfer_cache_dsv4_mla", "block_size", block_size, 1, 1024)
+    function("hisparse_transfer_paged_pointers")(
+        array_in("src_ptrs", src_ptrs),
+        array_in("dst_ptrs", dst_ptrs),
+        array_in("src_indices", src_indices),
+        array_in("dst_indices", dst_indices),
+        stream_handle(None, src_indices),
+    )

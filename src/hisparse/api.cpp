@@ -1,0 +1,90 @@
+// Parameters -> check once -> Args -> the backend.
+#include <vector>
+
+#include "core/dispatch.hpp"
+#include "hisparse/check.hpp"
+#include "hisparse/layout.hpp"
+#include "specstate/hisparse.hpp"
+
+namespace specstate::hisparse {
+
+namespace {
+void cpu_only(const char* op, const TensorView& any) {
+  if (any.device.type == DeviceType::kCuda) core::no_cuda(op);
+}
+void check_shape(const char* op, const SwapShape& s) {
+  core::Checker check(op);
+  const std::pair<const char*, std::int64_t> sizes[] = {{"requests", s.requests}, {"hot", s.hot}, {"context", s.context}, {"tail", s.tail}};
+  for (const auto& [name, n] : sizes) {
+    const std::int64_t least = name == std::string("tail") || name == std::string("requests") ? 0 : 1;
+    check.require(n >= least && n <= INT32_MAX, name, std::to_string(least) + " to 2147483647", std::to_string(n));
+  }
+}
+}  // namespace
+
+std::int64_t swap_state_bytes(const SwapShape& shape) {
+  check_shape("swap_state_bytes", shape);
+  return layout::state_block(shape.requests, shape.hot, shape.tail, shape.context).total;
+}
+
+SwapState swap_state_view(const SwapShape& shape, void* memory, Device device) {
+  check_shape("swap_state_view", shape);
+  const layout::StateBlock at = layout::state_block(shape.requests, shape.hot, shape.tail, shape.context);
+  auto* base = static_cast<std::byte*>(memory);
+  const std::int64_t R = shape.requests, W = shape.hot + shape.tail;
+  SwapState s;
+  s.slot_tokens = TensorView(base, DType::kInt32, {R, W}, device);
+  s.slot_locs = TensorView(base + at.slot_locs, DType::kInt32, {R, W}, device);
+  s.slot_stamps = TensorView(base + at.slot_stamps, DType::kInt32, {R, shape.hot}, device);
+  s.token_slots =
+      TensorView(base + at.token_slots, shape.hot <= layout::kMaxShortSlots ? DType::kInt16 : DType::kInt32, {R, shape.context}, device);
+  s.clock = TensorView(base + at.clock, DType::kInt32, {R}, device);
+  return s;
+}
+
+void reset_swap_state(const SwapState& state, const TensorView& requests, Stream) {
+  check_reset(state, requests);
+  cpu_only("reset_swap_state", state.slot_tokens);
+  cpu::reset(state, requests);
+}
+
+void swap_in(const SwapInParams& params, Stream stream) {
+  const SwapInArgs args = check(params);
+  cpu_only(args.op, params.top_k_tokens);
+  cpu::run(args, stream);
+}
+
+void swap_in_single(const SwapInSingleParams& params, Stream stream) {
+  const SwapInSingleArgs args = check(params);
+  cpu_only(args.op, params.top_k_tokens);
+  cpu::run(args, stream);
+}
+
+void swap_in_spec(const SpecSwapParams& params, Stream stream) {
+  const SpecSwapArgs args = check(params);
+  cpu_only(args.op, params.top_k_tokens);
+  cpu::run(args, stream);
+}
+
+void replay_plan(const ReplayPlanParams& params, Stream stream) {
+  std::vector<CopyArgs> followers;
+  const ReplayPlanArgs args = check(params, followers);
+  cpu_only(args.op, params.miss_src);
+  cpu::run(args, followers.data(), static_cast<std::int64_t>(followers.size()), stream);
+}
+
+void transfer_paged(const TransferPagedParams& params, Stream stream) {
+  std::vector<TransferLayer> layers;
+  const TransferArgs args = check(params, layers);
+  cpu_only(args.op, params.src_indices);
+  cpu::run(args, layers.data(), static_cast<std::int64_t>(layers.size()), stream);
+}
+
+void transfer_paged_pointers(const TransferPagedPointersParams& params, Stream stream) {
+  std::vector<TransferLayer> layers;
+  const TransferArgs args = check(params, layers);
+  cpu_only(args.op, params.src_indices);
+  cpu::run(args, layers.data(), static_cast<std::int64_t>(layers.size()), stream);
+}
+
+}  // namespace specstate::hisparse

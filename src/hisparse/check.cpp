@@ -1,0 +1,494 @@
+#include "hisparse/check.hpp"
+
+#include <fmt/format.h>
+
+#include "core/match.hpp"
+#include "hisparse/layout.hpp"
+
+namespace specstate::hisparse {
+
+using core::Checker;
+using core::Dim;
+using core::Sym;
+using core::throw_runtime;
+using core::throw_value;
+
+namespace {
+
+constexpr const char* kTogether = "miss_src, miss_dst, and miss_count must be provided together.";
+
+Integers integers(const TensorView& t) {
+  return {t.data, t.ndim > 0 ? t.strides[0] : 0, t.ndim > 1 ? t.strides[1] : 0, static_cast<int>(size_of(t.dtype))};
+}
+template <class T>
+Strided1<T> strided1(const TensorView& t) {
+  return t.given() ? Strided1<T>{static_cast<T*>(t.data), t.strides[0]} : Strided1<T>{};
+}
+template <class T>
+Strided2<T> strided2(const TensorView& t) {
+  return t.given() ? Strided2<T>{static_cast<T*>(t.data), t.strides[0], t.strides[1]} : Strided2<T>{};
+}
+template <class T>
+Strided3<T> strided3(const TensorView& t) {
+  return {static_cast<T*>(t.data), t.strides[0], t.strides[1], t.strides[2]};
+}
+
+/// Rows of one pool. A tensor whose entries are rows of `item` bytes may have any pitch; any other dense tensor is read as rows of
+/// `item` bytes back to back.
+RowBuffer rows_of(Checker& check, const char* name, const TensorView& t, std::int64_t item, bool paged) {
+  RowBuffer b;
+  b.base = static_cast<std::byte*>(t.data);
+  const std::int64_t bytes = t.numel() * size_of(t.dtype);
+  if (paged) {
+    check.arg(name, t).inner_contiguous(t.ndim);
+    check.require(bytes % layout::kPageBytes == 0, name, "whole DSv4 pages of 37440 bytes", std::to_string(bytes) + " bytes");
+    b.rows = bytes / layout::kPageBytes * layout::kPageRows;
+    return b;
+  }
+  const std::int64_t inner = t.sizes[0] == 0 ? item : bytes / t.sizes[0];
+  if (inner == item) {
+    check.arg(name, t).inner_contiguous(t.ndim - 1);
+    b.pitch = t.strides[0] * size_of(t.dtype);
+    b.rows = t.sizes[0];
+  } else {
+    check.require(t.contiguous() && bytes % item == 0, name, fmt::format("rows of {} bytes", item), fmt::format("rows of {} bytes", inner));
+    b.pitch = item;
+    b.rows = bytes / item;
+  }
+  return b;
+}
+
+/// `item_bytes` -1: the bytes of a row of the first host cache.
+CopyArgs copy_args(Checker& check, const KvBuffers& k, RowLayout row_layout, std::int64_t item_bytes, bool skip_io,
+                   const char* const names[4] = nullptr) {
+  static const char* const kDefault[4] = {"host_cache", "device_buffer", "host_cache_v", "device_buffer_v"};
+  if (names == nullptr) names = kDefault;
+  CopyArgs c;
+  c.paged = row_layout == RowLayout::kDsv4Paged;
+  c.skip_io = skip_io;
+  const bool second = k.host_cache_v.given() || k.device_buffer_v.given();
+  if (c.paged && second) throw_value("DSv4 page-padded layout is K-only (MLA).");
+  c.pairs = second ? 2 : 1;
+  const TensorView* host[2] = {&k.host_cache, &k.host_cache_v};
+  const TensorView* device[2] = {&k.device_buffer, &k.device_buffer_v};
+  for (int i = 0; i < c.pairs; ++i) {
+    check.arg(names[2 * i], *host[i]).required();
+    check.arg(names[2 * i + 1], *device[i]).required().same_device().no_self_overlap();
+    check.require(host[i]->ndim >= 1, names[2 * i], "at least one dimension", "shape ()");
+    check.require(device[i]->ndim >= 1, names[2 * i + 1], "at least one dimension", "shape ()");
+    // A CUDA call reads host rows from the GPU, which only pinned memory allows.
+    if (check.device().type == DeviceType::kCuda) {
+      check.require(host[i]->device.type == DeviceType::kCpu && host[i]->device.pinned, names[2 * i], "pinned host memory",
+                    host[i]->device.type == DeviceType::kCpu ? "pageable host memory" : name_of(host[i]->device));
+    } else {
+      check.arg(names[2 * i], *host[i]).same_device();
+    }
+  }
+  if (c.paged) {
+    check.require(item_bytes == -1 || item_bytes == layout::kPagedRowBytes, "item_size_bytes", "584 for the DSv4 layout",
+                  std::to_string(item_bytes));
+    c.item_bytes = layout::kPagedRowBytes;
+  } else {
+    const TensorView& h = k.host_cache;
+    c.item_bytes = item_bytes;
+    if (item_bytes == -1) {
+      std::int64_t elements = 1;
+      for (int i = 1; i < h.ndim; ++i) elements *= h.sizes[i];
+      c.item_bytes = elements * size_of(h.dtype);
+      check.require(c.item_bytes >= 1, names[0], "rows of at least one byte", "shape " + shape_text(h));
+    }
+    check.require(c.item_bytes >= 1, "item_size_bytes", ">= 1", std::to_string(item_bytes));
+  }
+  for (int i = 0; i < c.pairs; ++i) {
+    c.host[i] = rows_of(check, names[2 * i], *host[i], c.item_bytes, c.paged);
+    c.device[i] = rows_of(check, names[2 * i + 1], *device[i], c.item_bytes, c.paged);
+  }
+  return c;
+}
+
+/// An output must not share memory with what the call reads.
+void own_memory(Checker& check, const char* name, const TensorView& out,
+                std::initializer_list<std::pair<const char*, const TensorView*>> inputs) {
+  for (const auto& [other, in] : inputs)
+    check.require(!core::may_overlap(out, *in), name, "memory of its own", std::string("memory that overlaps ") + other);
+}
+
+const std::int32_t* num_real(Checker& check, const TensorView& t) {
+  if (!t.given()) return nullptr;
+  check.arg("num_real_reqs", t).dtype(DType::kInt32).same_device();
+  check.require(t.ndim <= 1 && t.numel() >= 1, "num_real_reqs", "shape [1]", shape_text(t));
+  return t.as<const std::int32_t>();
+}
+
+std::int64_t min_rows(std::initializer_list<const TensorView*> tables) {
+  std::int64_t n = INT64_MAX;
+  for (const TensorView* t : tables) n = std::min(n, t->sizes[0]);
+  return n;
+}
+
+void plan_together(const MissPlan& plan) {
+  const bool all = plan.miss_src.given() && plan.miss_dst.given() && plan.miss_count.given();
+  const bool none = !plan.miss_src.given() && !plan.miss_dst.given() && !plan.miss_count.given();
+  if (!all && !none) throw_value(kTogether);
+  if (none) return;
+  if (plan.miss_src.dtype != DType::kInt64 || plan.miss_dst.dtype != DType::kInt32)
+    throw_value("miss_src must be int64 and miss_dst must be int32.");
+  if (plan.miss_count.dtype != DType::kInt32) throw_value("miss_count must be int32.");
+}
+
+/// What is left to check of a plan once its kind, dtypes and shape stand.
+PlanArgs plan_args(Checker& check, const MissPlan& plan) {
+  if (!plan.miss_src.given()) return {};
+  check.arg("miss_src", plan.miss_src).same_device().no_self_overlap();
+  check.arg("miss_dst", plan.miss_dst).same_device().no_self_overlap();
+  check.arg("miss_count", plan.miss_count).same_device().no_self_overlap();
+  return {strided2<std::int64_t>(plan.miss_src), strided2<std::int32_t>(plan.miss_dst), strided1<std::int32_t>(plan.miss_count)};
+}
+
+void plan_shape(Checker& check, const MissPlan& plan, std::int64_t batch, std::int64_t occurrences) {
+  check.arg("miss_src", plan.miss_src).shape({Dim::at_least(batch, "B"), Dim::at_least(occurrences, "M")});
+  check.arg("miss_dst", plan.miss_dst).shape({Dim::at_least(batch, "B"), Dim::at_least(occurrences, "M")});
+  check.arg("miss_count", plan.miss_count).shape({Dim::at_least(batch, "B")});
+}
+
+bool strides_differ(const MissPlan& plan) { return plan.miss_src.given() && plan.miss_src.strides[0] != plan.miss_dst.strides[0]; }
+
+void too_many_occurrences(std::int64_t steps, std::int64_t top_k) {
+  if (top_k > 0 && steps > kMaxOccurrences / top_k)
+    throw_value(fmt::format("HiSparse speculative swap supports at most {} occurrences.", kMaxOccurrences));
+}
+
+}  // namespace
+
+// -------------------------------------------------------------------------------------------------------------- swap_in
+
+SwapInArgs check(const SwapInParams& p) {
+  Checker check("swap_in");
+  Sym B("B"), S("S"), K("K"), R("R"), L("L"), H("H"), W("H+P");
+  check.arg("top_k_tokens", p.top_k_tokens).required().dtype(DType::kInt32).shape({B, S, K}).same_device();
+  too_many_occurrences(S, K);
+  check.arg("seq_lens", p.seq_lens).required().dtype({DType::kInt32, DType::kInt64}).shape({B, S}).same_device();
+  check.arg("req_pool_indices", p.req_pool_indices).required().dtype({DType::kInt32, DType::kInt64}).shape({B}).same_device();
+  SwapInArgs a{};
+  a.op = "swap_in";
+  a.tokens_name = "state.slot_tokens";
+  a.locs_name = "state.slot_locs";
+  a.num_real = num_real(check, p.num_real_reqs);
+  check.arg("host_cache_locs", p.host_cache_locs).required().dtype({DType::kInt32, DType::kInt64}).shape({R, L}).same_device();
+  const SwapState& s = p.state;
+  check.arg("state.slot_tokens", s.slot_tokens).required().dtype(DType::kInt32).shape({R, W}).same_device().no_self_overlap();
+  check.arg("state.slot_locs", s.slot_locs).required().dtype(DType::kInt32).shape({R, W}).same_device();
+  check.arg("state.slot_stamps", s.slot_stamps).required().dtype(DType::kInt32).shape({R, H}).same_device().no_self_overlap();
+  check.require(H >= 1 && H <= W, "state.slot_stamps", fmt::format("1 to {} hot slots", W.value()), shape_text(s.slot_stamps));
+  check.arg("state.token_slots", s.token_slots)
+      .required()
+      .dtype({DType::kInt16, DType::kInt32})
+      .shape({R, L})
+      .same_device()
+      .no_self_overlap();
+  if (s.token_slots.dtype == DType::kInt16)
+    check.require(H <= layout::kMaxShortSlots, "state.token_slots", "dtype int32 for more than 32767 hot slots", "int16");
+  check.arg("state.clock", s.clock).required().dtype(DType::kInt32).shape({R}).same_device().no_self_overlap();
+  check.arg("top_k_device_locs", p.top_k_device_locs).required().dtype(DType::kInt32).shape({B, S, K}).same_device().no_self_overlap();
+  own_memory(check, "top_k_device_locs", p.top_k_device_locs,
+             {{"top_k_tokens", &p.top_k_tokens}, {"seq_lens", &p.seq_lens}, {"req_pool_indices", &p.req_pool_indices}});
+  plan_together(p.plan);
+  plan_shape(check, p.plan, B, S * K);
+  if (strides_differ(p.plan)) throw_value("miss_src/miss_dst row strides must match.");
+  a.plan = plan_args(check, p.plan);
+  for (const auto& [name, t] : {std::pair{"unique_misses", &p.unique_misses}, std::pair{"unique_hits", &p.unique_hits}})
+    check.arg(name, *t).dtype(DType::kInt32).shape({Dim::at_least(B, "B")}).same_device().no_self_overlap();
+  a.copy = copy_args(check, p.buffers, p.layout, -1, p.skip_io);
+
+  a.tokens = strided3<const std::int32_t>(p.top_k_tokens);
+  a.out = strided3<std::int32_t>(p.top_k_device_locs);
+  a.seq_lens = integers(p.seq_lens);
+  a.requests = integers(p.req_pool_indices);
+  a.host_locs = integers(p.host_cache_locs);
+  a.slot_tokens = strided2<std::int32_t>(s.slot_tokens);
+  a.slot_locs = strided2<std::int32_t>(s.slot_locs);
+  a.stamps = strided2<std::int32_t>(s.slot_stamps);
+  a.token_slots = integers(s.token_slots);
+  a.clock = strided1<std::int32_t>(s.clock);
+  a.unique_misses = strided1<std::int32_t>(p.unique_misses);
+  a.unique_hits = strided1<std::int32_t>(p.unique_hits);
+  a.batch = B;
+  a.steps = S;
+  a.top_k = K;
+  a.request_slots = R;
+  a.context = L;
+  a.hot = H;
+  a.tail = W - H;
+  return a;
+}
+
+void check_reset(const SwapState& s, const TensorView& requests) {
+  Checker check("reset_swap_state");
+  Sym R("R"), L("L"), H("H"), W("H+P");
+  check.arg("state.slot_tokens", s.slot_tokens).required().dtype(DType::kInt32).shape({R, W}).same_device();
+  check.arg("state.slot_stamps", s.slot_stamps).required().dtype(DType::kInt32).shape({R, H}).same_device();
+  check.require(H <= W, "state.slot_stamps", fmt::format("at most {} hot slots", W.value()), shape_text(s.slot_stamps));
+  check.arg("state.token_slots", s.token_slots).required().dtype({DType::kInt16, DType::kInt32}).shape({R, L}).same_device();
+  check.arg("state.clock", s.clock).required().dtype(DType::kInt32).shape({R}).same_device();
+  check.arg("requests", requests).dtype({DType::kInt32, DType::kInt64}).ndim(1).same_device();
+}
+
+// -------------------------------------------------------------------------------------------------- sglang's spec swap
+
+SpecSwapArgs check(const SpecSwapParams& p) {
+  constexpr const char* op = "load_cache_to_device_buffer_spec_mla";
+  using Limits = SpecSwapParams::Limits;
+  Checker check(op);
+  Sym B("B"), S("S"), K("K"), L("L"), W("H+P");
+  // sglang's order: the Python wrapper's checks, then the limits of the compiled kernel, then those of its C++ side.
+  check.arg("top_k_tokens", p.top_k_tokens)
+      .required()
+      .text("speculative top_k_tokens must have shape [batch, steps, top_k].")
+      .shape({B, S, K});
+  if (S < 1 || (p.limits != Limits::kNone && (S < 2 || S > 4)))
+    throw_value(fmt::format("HiSparse speculative swap requires 2-4 steps, got {}.", S.value()));
+  check.arg("top_k_tokens", p.top_k_tokens).dtype(DType::kInt32).same_device();
+  check.arg("cache_policy", p.cache_policy).required();
+  plan_together(p.plan);
+  const std::int64_t occurrences = S * K;
+  if (p.plan.miss_src.given()) {
+    const TensorView &src = p.plan.miss_src, &dst = p.plan.miss_dst, &count = p.plan.miss_count;
+    if (src.ndim != 2 || dst.ndim != 2 || src.sizes[0] < B || dst.sizes[0] < B || src.sizes[1] < occurrences || dst.sizes[1] < occurrences)
+      throw_value(fmt::format("speculative miss_src/miss_dst must have shape [batch, >= steps * top_k] (capacity {}).", occurrences));
+    if (count.ndim != 1 || count.sizes[0] < B) throw_value("speculative miss_count must have shape [batch].");
+    if (strides_differ(p.plan)) throw_value("miss_src/miss_dst row strides must match.");
+  }
+  too_many_occurrences(S, K);
+  const char* const policy_text = "speculative cache_policy must contain one CLOCK control row and one reference-epoch row per request.";
+  if (p.cache_policy.ndim != 2) throw_runtime(policy_text);
+  const std::int64_t H = p.cache_policy.sizes[1];
+  if (p.limits == Limits::kStrict) {
+    if (K < 1024) throw_value("HiSparse speculative swap requires top_k >= 1024.");
+    if (occurrences > 8192) throw_value("HiSparse speculative swap supports at most 8192 occurrences.");
+    if (H < 2) throw_value("speculative hot buffer must contain at least two slots.");
+    if (H > 32768) throw_value("speculative CLOCK cursor requires hot_buffer_size <= 32768.");
+    if ((H & (H - 1)) != 0) throw_value(fmt::format("HiSparse hot_size must be a power of two >= {}, got {}.", K.value(), H));
+    if (p.scratch_locs.ndim == 2 && p.scratch_locs.sizes[1] == 0)
+      throw_value("speculative scratch_locs must have shape [num_requests, scratch_capacity].");
+  }
+  check.require(H >= 1, "state.cache_policy", "at least one hot slot", shape_text(p.cache_policy));
+
+  check.arg("top_k_device_locs", p.top_k_device_locs).required();
+  if (p.top_k_device_locs.ndim != 3) throw_runtime("speculative output must have shape [batch, steps, top_k].");
+  check.arg("top_k_device_locs", p.top_k_device_locs).dtype(DType::kInt32).shape({B, S, K}).same_device().no_self_overlap();
+  check.arg("state.cache_index", p.cache_index).required();
+  if (p.cache_index.ndim != 3 || p.cache_index.sizes[1] != 2)
+    throw_runtime("speculative cache_index must have shape [num_requests, 2, hash_size].");
+  const std::int64_t Z = p.cache_index.sizes[2];
+  if (Z <= 0 || (Z & (Z - 1)) != 0) throw_runtime("ring hash capacity must be a power of two.");
+  check.arg("state.scratch_locs", p.scratch_locs).required();
+  if (p.scratch_locs.ndim != 2) throw_runtime("speculative scratch_locs must have shape [num_requests, scratch_capacity].");
+  const std::int64_t R = p.scratch_locs.sizes[0];
+  if (p.cache_index.sizes[0] < R) throw_runtime("speculative cache_index request capacity is smaller than scratch_locs.");
+  if (p.cache_policy.sizes[0] < R + 1) throw_runtime(policy_text);
+  // Row 0 of cache_policy holds one element a request.
+  if (R > H) throw_value("HiSparse spec request capacity must not exceed device_buffer_size.");
+  check.arg("state.scratch_state", p.scratch_state).required();
+  if (p.scratch_state.ndim != 2 || p.scratch_state.sizes[0] < R + 1 || p.scratch_state.sizes[1] < 4 * R ||
+      p.scratch_state.sizes[1] < 5 * occurrences)
+    throw_runtime("speculative scratch_state must contain one counter row and one miss-metadata row per request.");
+  if (p.scratch_state.strides[0] % 2 != 0) throw_runtime("speculative scratch metadata stride must be 64-bit aligned.");
+  check.arg("state.cache_index", p.cache_index).dtype(DType::kInt64).same_device().no_self_overlap();
+  check.arg("state.cache_policy", p.cache_policy).dtype(DType::kInt32).same_device().no_self_overlap();
+  check.arg("state.scratch_locs", p.scratch_locs).dtype(DType::kInt32).same_device();
+  check.arg("state.scratch_state", p.scratch_state).dtype(DType::kInt32).same_device().no_self_overlap();
+
+  check.arg("host_cache_locs", p.host_cache_locs).required().shape({Dim::any("R"), L});
+  if (L > std::int64_t{1} << 31)
+    throw_runtime(
+        fmt::format("speculative packed ring metadata supports sequence lengths up to {}, got {}", std::int64_t{1} << 31, L.value()));
+  check.arg("host_cache_locs", p.host_cache_locs).dtype(DType::kInt64).same_device();
+  check.arg("device_buffer_tokens", p.device_buffer_tokens)
+      .required()
+      .dtype(DType::kInt32)
+      .shape({Dim::any("R"), W})
+      .same_device()
+      .no_self_overlap();
+  check.require(W >= H, "device_buffer_tokens", fmt::format("at least {} columns (the width of cache_policy)", H),
+                shape_text(p.device_buffer_tokens));
+  check.arg("device_buffer_locs", p.device_buffer_locs).required().dtype(DType::kInt32).shape({Dim::any("R"), W}).same_device();
+  check.arg("req_pool_indices", p.req_pool_indices).required().dtype(DType::kInt64).shape({B}).same_device();
+  Sym BS("B*S", B * S);
+  check.arg("seq_lens", p.seq_lens).required().dtype(DType::kInt32).shape({BS}).same_device();
+  check.arg("num_real_reqs", p.num_real_reqs).required();
+  own_memory(check, "top_k_device_locs", p.top_k_device_locs,
+             {{"top_k_tokens", &p.top_k_tokens}, {"seq_lens", &p.seq_lens}, {"req_pool_indices", &p.req_pool_indices}});
+
+  SpecSwapArgs a{};
+  a.op = op;
+  a.tokens_name = "device_buffer_tokens";
+  a.locs_name = "device_buffer_locs";
+  a.num_real = num_real(check, p.num_real_reqs);
+  a.plan = plan_args(check, p.plan);
+  a.copy = copy_args(check, p.buffers, RowLayout::kLinear, -1, false);
+  a.tokens = strided3<const std::int32_t>(p.top_k_tokens);
+  a.out = strided3<std::int32_t>(p.top_k_device_locs);
+  a.seq_lens = {p.seq_lens.data, S * p.seq_lens.strides[0], p.seq_lens.strides[0], 4};
+  a.requests = integers(p.req_pool_indices);
+  a.host_locs = integers(p.host_cache_locs);
+  a.slot_tokens = strided2<std::int32_t>(p.device_buffer_tokens);
+  a.slot_locs = strided2<std::int32_t>(p.device_buffer_locs);
+  a.index = strided3<std::int64_t>(p.cache_index);
+  a.policy = strided2<std::int32_t>(p.cache_policy);
+  a.scratch_locs = strided2<std::int32_t>(p.scratch_locs);
+  a.scratch_state = strided2<std::int32_t>(p.scratch_state);
+  a.hash_size = Z;
+  a.scratch = p.scratch_locs.sizes[1];
+  a.counter_requests = R;
+  a.batch = B;
+  a.steps = S;
+  a.top_k = K;
+  a.request_slots = std::min(R, min_rows({&p.device_buffer_tokens, &p.device_buffer_locs, &p.host_cache_locs}));
+  a.context = L;
+  a.hot = H;
+  a.tail = W - H;
+  return a;
+}
+
+// ---------------------------------------------------------------------------------------------------------- single step
+
+SwapInSingleArgs check(const SwapInSingleParams& p) {
+  Checker check(p.op);
+  Sym B("B"), L("L");
+  const std::int64_t block = p.sparse_block_size;
+  check.require(block >= 1, "sparse_block_size", ">= 1", std::to_string(block));
+  check.arg("top_k_tokens", p.top_k_tokens).required().ndim(2);
+  check.arg("lru_slots", p.lru_slots).required().ndim(2);
+  const std::int64_t H = p.hot_buffer_size != -1 ? p.hot_buffer_size : p.lru_slots.sizes[1];
+  const std::int64_t entries = p.num_top_k != -1 ? p.num_top_k : p.top_k_tokens.sizes[1];
+  if (static_cast<__int128>(entries) * block > H)
+    throw_value(block > 1 ? fmt::format("hot_buffer_size ({}) must be >= selected tokens ({})", H, static_cast<__int128>(entries) * block)
+                          : fmt::format("hot_buffer_size ({}) must be >= num_top_k ({})", H, entries));
+  check.require(entries >= 0, "num_top_k", ">= 0", std::to_string(entries));
+  check.require(H >= 1, "hot_buffer_size", ">= 1", std::to_string(H));
+  const std::int64_t K = entries * block;
+  check.arg("top_k_tokens", p.top_k_tokens).dtype(DType::kInt32).shape({B, Dim(entries)}).same_device();
+  check.arg("lru_slots", p.lru_slots).dtype({DType::kInt16, DType::kInt32});
+  check.arg("lru_slots", p.lru_slots).shape({Dim::any("R"), Dim(H)}).same_device().no_self_overlap();
+  plan_together(p.plan);
+  plan_shape(check, p.plan, B, K);
+  if (strides_differ(p.plan)) throw_value(std::string("load_cache_to_device_buffer: miss_src/miss_dst row strides differ"));
+  check.arg("device_buffer_tokens", p.device_buffer_tokens)
+      .required()
+      .dtype(DType::kInt32)
+      .shape({Dim::any("R"), Dim::at_least(H + 1, "H+P")})
+      .same_device()
+      .no_self_overlap();
+  check.arg("device_buffer_locs", p.device_buffer_locs)
+      .required()
+      .dtype(DType::kInt32)
+      .shape({Dim::any("R"), Dim::at_least(H + 1, "H+P")})
+      .same_device();
+  check.arg("host_cache_locs", p.host_cache_locs).required().dtype(DType::kInt64).shape({Dim::any("R"), L}).same_device();
+  check.arg("top_k_device_locs", p.top_k_device_locs).required().dtype(DType::kInt32).same_device().no_self_overlap();
+  check.arg("top_k_device_locs", p.top_k_device_locs).shape({B, block > 1 ? Dim::at_least(K, "K") : Dim(K)});
+  check.arg("req_pool_indices", p.req_pool_indices).required().dtype({DType::kInt32, DType::kInt64}).shape({B}).same_device();
+  check.arg("seq_lens", p.seq_lens).required().dtype({DType::kInt32, DType::kInt64}).shape({B}).same_device();
+  own_memory(check, "top_k_device_locs", p.top_k_device_locs,
+             {{"top_k_tokens", &p.top_k_tokens}, {"seq_lens", &p.seq_lens}, {"req_pool_indices", &p.req_pool_indices}});
+
+  SwapInSingleArgs a{};
+  a.op = p.op;
+  a.num_real = num_real(check, p.num_real_reqs);
+  a.plan = plan_args(check, p.plan);
+  a.copy = copy_args(check, p.buffers, p.layout, p.item_size_bytes, p.skip_io);
+  a.selection = strided2<const std::int32_t>(p.top_k_tokens);
+  a.out = strided2<std::int32_t>(p.top_k_device_locs);
+  a.seq_lens = integers(p.seq_lens);
+  a.requests = integers(p.req_pool_indices);
+  a.host_locs = integers(p.host_cache_locs);
+  a.slot_tokens = strided2<std::int32_t>(p.device_buffer_tokens);
+  a.slot_locs = strided2<std::int32_t>(p.device_buffer_locs);
+  a.lru = integers(p.lru_slots);
+  a.batch = B;
+  a.top_k = K;
+  a.block = block;
+  a.request_slots = min_rows({&p.device_buffer_tokens, &p.device_buffer_locs, &p.host_cache_locs, &p.lru_slots});
+  a.context = L;
+  a.hot = H;
+  return a;
+}
+
+// ------------------------------------------------------------------------------------------------- replay and transfer
+
+ReplayPlanArgs check(const ReplayPlanParams& p, std::vector<CopyArgs>& followers) {
+  Checker check(p.op);
+  check.arg("miss_src", p.miss_src).required();
+  check.arg("miss_dst", p.miss_dst).required();
+  check.arg("miss_count", p.miss_count).required();
+  plan_together({p.miss_src, p.miss_dst, p.miss_count});
+  check.arg("miss_src", p.miss_src).ndim(2).same_device();
+  check.arg("miss_dst", p.miss_dst).ndim(2).same_device();
+  check.arg("miss_count", p.miss_count).ndim(1).same_device();
+  if (p.miss_src.strides[0] != p.miss_dst.strides[0]) throw_runtime("copy_cache_planned: miss_src/miss_dst row strides differ");
+  ReplayPlanArgs a{};
+  a.op = p.op;
+  a.num_real = num_real(check, p.num_real_reqs);
+  a.src = strided2<const std::int64_t>(p.miss_src);
+  a.dst = strided2<const std::int32_t>(p.miss_dst);
+  a.count = strided1<const std::int32_t>(p.miss_count);
+  a.batch = min_rows({&p.miss_src, &p.miss_dst, &p.miss_count});
+  a.capacity = std::min(p.miss_src.sizes[1], p.miss_dst.sizes[1]);
+  followers.clear();
+  for (std::int64_t i = 0; i < p.num_followers; ++i) {
+    if (p.num_followers == 1) {
+      followers.push_back(copy_args(check, p.followers[i], p.layout, p.item_size_bytes, p.skip_io));
+      continue;
+    }
+    const std::string at = fmt::format("[{}]", i),
+                      n[4] = {"host_cache" + at, "device_buffer" + at, "host_cache_v" + at, "device_buffer_v" + at};
+    const char* const names[4] = {n[0].c_str(), n[1].c_str(), n[2].c_str(), n[3].c_str()};
+    followers.push_back(copy_args(check, p.followers[i], p.layout, p.item_size_bytes, p.skip_io, names));
+  }
+  return a;
+}
+
+TransferArgs check(const TransferPagedParams& p, std::vector<TransferLayer>& layers) {
+  Checker check("transfer_paged");
+  Sym N("N");
+  check.arg("src_indices", p.src_indices).required().dtype({DType::kInt32, DType::kInt64}).shape({N}).same_device();
+  check.arg("dst_indices", p.dst_indices).required().dtype(p.src_indices.dtype).shape({N}).same_device();
+  layers.clear();
+  for (std::int64_t i = 0; i < p.num_layers; ++i) {
+    const std::string at = fmt::format("[{}]", i), src = "src" + at, dst = "dst" + at;
+    for (const auto& [name, t] : {std::pair{src.c_str(), &p.src[i]}, std::pair{dst.c_str(), &p.dst[i]}}) {
+      check.arg(name, *t).required();
+      check.require(t->ndim >= 1, name, "at least one dimension", "shape ()");
+      // Backups go from the device to pinned memory and back: either end may be host memory.
+      if (check.device().type == DeviceType::kCpu || t->device.type == DeviceType::kCuda)
+        check.arg(name, *t).same_device();
+      else
+        check.require(t->device.pinned, name, "pinned host memory", "pageable host memory");
+    }
+    const RowBuffer a = rows_of(check, src.c_str(), p.src[i], 0, true), b = rows_of(check, dst.c_str(), p.dst[i], 0, true);
+    layers.push_back({a.base, b.base, a.rows, b.rows});
+  }
+  return {integers(p.src_indices), integers(p.dst_indices), N, check.op()};
+}
+
+TransferArgs check(const TransferPagedPointersParams& p, std::vector<TransferLayer>& layers) {
+  Checker check("transfer_cache_dsv4_mla");
+  Sym L("num_layers"), N("num_items");
+  check.arg("src_ptrs", p.src_ptrs).required().dtype({DType::kUInt64, DType::kInt64}).shape({L}).same_device();
+  check.arg("dst_ptrs", p.dst_ptrs).required().dtype({DType::kUInt64, DType::kInt64}).shape({L}).same_device();
+  check.arg("src_indices", p.src_indices).required().dtype(DType::kInt64).shape({N}).same_device();
+  check.arg("dst_indices", p.dst_indices).required().dtype(DType::kInt64).shape({N}).same_device();
+  layers.clear();
+  if (N > 0 && check.device().type == DeviceType::kCpu) {  // on a GPU the addresses are the kernel's to read
+    for (std::int64_t i = 0; i < L; ++i) {
+      const auto src = p.src_ptrs.as<const std::uint64_t>()[i * p.src_ptrs.strides[0]];
+      const auto dst = p.dst_ptrs.as<const std::uint64_t>()[i * p.dst_ptrs.strides[0]];
+      check.require(src != 0, "src_ptrs", "addresses", fmt::format("0 at [{}]", i));
+      check.require(dst != 0, "dst_ptrs", "addresses", fmt::format("0 at [{}]", i));
+      layers.push_back({reinterpret_cast<const std::byte*>(src), reinterpret_cast<std::byte*>(dst), -1, -1});
+    }
+  }
+  return {integers(p.src_indices), integers(p.dst_indices), N, check.op()};
+}
+
+}  // namespace specstate::hisparse
