@@ -38,6 +38,18 @@ struct MatmulCall {
   MatmulAdd plus;
 };
 
+/// The last panel, which the outputs do not fill.
+inline void finish_last(const MatmulCall& c, std::int64_t row, int rows, std::int64_t column, std::int64_t columns, const float* sums,
+                        std::int64_t sums_stride) {
+  for (int r = 0; r < rows; ++r)
+    for (std::int64_t j = 0; j < columns; ++j) {
+      float s = sums[r * sums_stride + j];
+      if (c.plus.bias) s += c.plus.bias[column + j];
+      if (c.plus.add) s += c.plus.add[(row + r) * c.plus.add_stride + column + j];
+      c.y[(row + r) * c.y_stride + column + j] = s;
+    }
+}
+
 }  // namespace specstate::cpu
 #endif
 
@@ -51,11 +63,11 @@ using VF = hn::Vec<DF>;
 constexpr int kLanes = static_cast<int>(hn::MaxLanes(DF()));
 constexpr int kVecs = kPanel / kLanes;  // vectors in a panel
 
-// How many accumulators the register file holds beside weights and one broadcast.
-#if HWY_TARGET == HWY_AVX3
+// Accumulators: half of the register file. The rest holds expanded weights and broadcasts.
+#if HWY_TARGET == HWY_AVX3 || HWY_TARGET == HWY_NEON
 constexpr int kAccumulators = 16;
 #else
-constexpr int kAccumulators = 12;
+constexpr int kAccumulators = 8;
 #endif
 constexpr int kMaxRows = std::clamp(kAccumulators / kVecs, 1, 8);
 constexpr int panels_at_once(int rows) { return std::max(1, std::min<int>(kGroup, kAccumulators / (rows * kVecs))); }
@@ -74,70 +86,90 @@ HWY_NOINLINE void tile(const MatmulCall& c, std::int64_t panel, const float* HWY
 
   const std::uint8_t* HWY_RESTRICT w = c.w + panel * c.panel_bytes;
   const std::int64_t panel_bytes = c.panel_bytes;
-  const auto step = [&](const VF(&wv)[V]) HWY_ATTR {
+  const auto word = [&](int v) HWY_ATTR { return w + (v / kVecs) * panel_bytes + (v % kVecs) * kLanes * 4; };
+  // One k: kVecs weights per panel against the R values at xt.
+  const auto step = [&](const VF(&weight)[V]) HWY_ATTR {
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       const VF b = hn::Set(d, xt[r]);
 #pragma GCC unroll 16
-      for (int v = 0; v < V; ++v) acc[r][v] = hn::MulAdd(b, wv[v], acc[r][v]);
+      for (int v = 0; v < V; ++v) acc[r][v] = hn::MulAdd(b, weight[v], acc[r][v]);
     }
     xt += R;
   };
   if constexpr (kBf16) {
     const auto high = hn::Set(du, 0xFFFF0000u);
-    VF even[V], odd[V];
-    const auto load = [&]() HWY_ATTR {
+    const auto pair = [&](int v) HWY_ATTR { return hn::Load(du, reinterpret_cast<const std::uint32_t*>(word(v))); };
+    const auto even_of = [&](hn::Vec<DU> p) HWY_ATTR { return hn::BitCast(d, hn::ShiftLeft<16>(p)); };
+    const auto odd_of = [&](hn::Vec<DU> p) HWY_ATTR { return hn::BitCast(d, hn::And(p, high)); };
+    for (std::int64_t i = c.k / 2; i > 0; --i) {
+      if constexpr (R <= 2) {  // few rows: hold the broadcasts, expand one vector at a time
+        VF b[2][R];
 #pragma GCC unroll 16
-      for (int v = 0; v < V; ++v) {
-        const auto pair = hn::Load(du, reinterpret_cast<const std::uint32_t*>(w + (v / kVecs) * panel_bytes) + (v % kVecs) * kLanes);
-        even[v] = hn::BitCast(d, hn::ShiftLeft<16>(pair));
-        odd[v] = hn::BitCast(d, hn::And(pair, high));
+        for (int r = 0; r < R; ++r) b[0][r] = hn::Set(d, xt[r]), b[1][r] = hn::Set(d, xt[R + r]);
+#pragma GCC unroll 16
+        for (int v = 0; v < V; ++v) {
+          const auto p = pair(v);
+          const VF even = even_of(p), odd = odd_of(p);
+#pragma GCC unroll 16
+          for (int r = 0; r < R; ++r) acc[r][v] = hn::MulAdd(b[1][r], odd, hn::MulAdd(b[0][r], even, acc[r][v]));
+        }
+        xt += 2 * R;
+      } else {  // many rows: hold the weights
+        VF even[V], odd[V];
+#pragma GCC unroll 16
+        for (int v = 0; v < V; ++v) {
+          const auto p = pair(v);
+          even[v] = even_of(p);
+          odd[v] = odd_of(p);
+        }
+        step(even);
+        step(odd);
       }
       w += kPanel * 4;
-    };
-    for (std::int64_t i = c.k / 2; i > 0; --i) {
-      load();
-      step(even);
-      step(odd);
     }
     if (c.k % 2) {
-      load();
-      step(even);
+      VF last[V];
+#pragma GCC unroll 16
+      for (int v = 0; v < V; ++v) last[v] = even_of(pair(v));
+      step(last);
     }
   } else {
-    VF wv[V];
     for (std::int64_t i = c.k; i > 0; --i) {
+      VF weight[V];
 #pragma GCC unroll 16
-      for (int v = 0; v < V; ++v) wv[v] = hn::Load(d, reinterpret_cast<const float*>(w + (v / kVecs) * panel_bytes) + (v % kVecs) * kLanes);
+      for (int v = 0; v < V; ++v) weight[v] = hn::Load(d, reinterpret_cast<const float*>(word(v)));
+      step(weight);
       w += kPanel * 4;
-      step(wv);
     }
   }
 
-  const std::int64_t column = panel * kPanel, left = c.n - column;
-  for (int r = 0; r < R; ++r) {
-    float* y = c.y + (row + r) * c.y_stride + column;
-    const float* bias = c.plus.bias ? c.plus.bias + column : nullptr;
-    const float* add = c.plus.add ? c.plus.add + (row + r) * c.plus.add_stride + column : nullptr;
-    if (left >= kPanels * kPanel) {
+  const std::int64_t column = panel * kPanel, columns = std::min<std::int64_t>(c.n - column, kPanels * kPanel);
+  if (columns == kPanels * kPanel) {
+    if (c.plus.bias)
 #pragma GCC unroll 16
       for (int v = 0; v < V; ++v) {
-        VF s = acc[r][v];
-        if (bias) s = hn::Add(s, hn::LoadU(d, bias + v * kLanes));
-        if (add) s = hn::Add(s, hn::LoadU(d, add + v * kLanes));
-        hn::StoreU(s, d, y + v * kLanes);
-      }
-    } else {
-      HWY_ALIGN float tail[kPanels * kPanel];
+        const VF bias = hn::LoadU(d, c.plus.bias + column + v * kLanes);
 #pragma GCC unroll 16
-      for (int v = 0; v < V; ++v) hn::Store(acc[r][v], d, tail + v * kLanes);
-      for (std::int64_t j = 0; j < left; ++j) {
-        float s = tail[j];
-        if (bias) s += bias[j];
-        if (add) s += add[j];
-        y[j] = s;
+        for (int r = 0; r < R; ++r) acc[r][v] = hn::Add(acc[r][v], bias);
       }
-    }
+    if (c.plus.add)
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
+        for (int v = 0; v < V; ++v)
+          acc[r][v] = hn::Add(acc[r][v], hn::LoadU(d, c.plus.add + (row + r) * c.plus.add_stride + column + v * kLanes));
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
+      for (int v = 0; v < V; ++v) hn::StoreU(acc[r][v], d, c.y + (row + r) * c.y_stride + column + v * kLanes);
+  } else {
+    HWY_ALIGN float sums[R][kPanels * kPanel];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 16
+      for (int v = 0; v < V; ++v) hn::Store(acc[r][v], d, sums[r] + v * kLanes);
+    finish_last(c, row, R, column, columns, sums[0], kPanels * kPanel);
   }
 }
 

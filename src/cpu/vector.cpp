@@ -35,9 +35,7 @@ HWY_INLINE V load(const bfloat16* p) {
 template <class T>
 struct Tail {
   HWY_ALIGN T x[kChains];
-  Tail(const T* p, std::int64_t n, T pad = T{}) {
-    std::fill(std::copy_n(p, n, x), x + kChains, pad);
-  }
+  Tail(const T* p, std::int64_t n, T pad = T{}) { std::fill(std::copy_n(p, n, x), x + kChains, pad); }
 };
 
 /// Lanes added (or compared) in halves: i + i+8, i + i+4, i + i+2, i + i+1.
@@ -100,30 +98,37 @@ HWY_INLINE void map(std::int64_t n, float* y, F f, const T*... x) {
 template <class T>
 HWY_INLINE void axpy_of(float a, const T* x, float* y, std::int64_t n) {
   const V scale = hn::Set(D(), a);
-  map(n, y, [&](V xv, V yv) HWY_ATTR { return hn::MulAdd(scale, xv, yv); }, x, y);
+  map(
+      n, y, [&](V xv, V yv) HWY_ATTR { return hn::MulAdd(scale, xv, yv); }, x, y);
 }
 void axpy_float(float a, const float* x, float* y, std::int64_t n) { axpy_of(a, x, y, n); }
 void axpy_bfloat16(float a, const bfloat16* x, float* y, std::int64_t n) { axpy_of(a, x, y, n); }
 
 void exp_row(const float* x, float* y, std::int64_t n) {
-  map(n, y, [](V v) HWY_ATTR { return exp(D(), v); }, x);
+  map(
+      n, y, [](V v) HWY_ATTR { return exp(D(), v); }, x);
 }
 void sigmoid_row(const float* x, float* y, std::int64_t n) {
-  map(n, y, [](V v) HWY_ATTR { return sigmoid(D(), v); }, x);
+  map(
+      n, y, [](V v) HWY_ATTR { return sigmoid(D(), v); }, x);
 }
 void silu_row(const float* x, float* y, std::int64_t n) {
-  map(n, y, [](V v) HWY_ATTR { return hn::Mul(v, sigmoid(D(), v)); }, x);
+  map(
+      n, y, [](V v) HWY_ATTR { return hn::Mul(v, sigmoid(D(), v)); }, x);
 }
 void swiglu_row(const float* gate, const float* up, float* y, std::int64_t n) {
-  map(n, y, [](V g, V u) HWY_ATTR { return hn::Mul(hn::Mul(g, sigmoid(D(), g)), u); }, gate, up);
+  map(
+      n, y, [](V g, V u) HWY_ATTR { return hn::Mul(hn::Mul(g, sigmoid(D(), g)), u); }, gate, up);
 }
 
 void rms_norm_row(const float* x, const float* w, float eps, float* y, std::int64_t n) {
   const V s = hn::Set(D(), 1.0f / std::sqrt(dot_of(x, x, n) / static_cast<float>(n) + eps));
   if (w)
-    map(n, y, [&](V xv, V wv) HWY_ATTR { return hn::Mul(hn::Mul(xv, s), wv); }, x, w);
+    map(
+        n, y, [&](V xv, V wv) HWY_ATTR { return hn::Mul(hn::Mul(xv, s), wv); }, x, w);
   else
-    map(n, y, [&](V xv) HWY_ATTR { return hn::Mul(xv, s); }, x);
+    map(
+        n, y, [&](V xv) HWY_ATTR { return hn::Mul(xv, s); }, x);
 }
 
 void layer_norm_row(const float* x, const float* w, const float* b, float eps, float* y, std::int64_t n) {
@@ -135,9 +140,11 @@ void layer_norm_row(const float* x, const float* w, const float* b, float eps, f
   for (; i + kChains <= n; i += kChains) step(x + i);
   if (i < n) step(Tail(x + i, n - i).x);
   const V mean = hn::Set(D(), acc.sum() / static_cast<float>(n));
-  map(n, y, [&](V v) HWY_ATTR { return hn::Sub(v, mean); }, x);
+  map(
+      n, y, [&](V v) HWY_ATTR { return hn::Sub(v, mean); }, x);
   const V s = hn::Set(D(), 1.0f / std::sqrt(dot_of(y, y, n) / static_cast<float>(n) + eps));
-  map(n, y, [&](V v, V wv, V bv) HWY_ATTR { return hn::Add(hn::Mul(hn::Mul(v, s), wv), bv); }, y, w, b);
+  map(
+      n, y, [&](V v, V wv, V bv) HWY_ATTR { return hn::Add(hn::Mul(hn::Mul(v, s), wv), bv); }, y, w, b);
 }
 
 void softmax_row(float* x, std::int64_t n) {
@@ -166,7 +173,8 @@ void softmax_row(float* x, std::int64_t n) {
     std::copy_n(tail.x, n - i, x + i);
   }
   const V inverse = hn::Set(D(), 1.0f / acc.sum());
-  map(n, x, [&](V v) HWY_ATTR { return hn::Mul(v, inverse); }, x);
+  map(
+      n, x, [&](V v) HWY_ATTR { return hn::Mul(v, inverse); }, x);
 }
 
 }  // namespace specstate::cpu::HWY_NAMESPACE
@@ -201,7 +209,9 @@ void layer_norm(const float* x, const float* w, const float* b, float eps, float
 }
 void softmax(float* x, std::int64_t n) { HWY_DYNAMIC_DISPATCH(softmax_row)(x, n); }
 
-void to_float(const core::bfloat16* x, float* y, std::int64_t n) { std::transform(x, x + n, y, [](core::bfloat16 v) { return core::to_float(v); }); }
+void to_float(const core::bfloat16* x, float* y, std::int64_t n) {
+  std::transform(x, x + n, y, [](core::bfloat16 v) { return core::to_float(v); });
+}
 void to_bfloat16(const float* x, core::bfloat16* y, std::int64_t n) { std::transform(x, x + n, y, core::from_float<core::bfloat16>); }
 
 }  // namespace specstate::cpu

@@ -255,7 +255,8 @@ TEST(Matmul, NothingToDo) {
 double ulps(float got, double exact) {
   if (std::isnan(exact) && std::isnan(got)) return 0;
   const float e = static_cast<float>(exact);
-  if (got == e) return std::isinf(e) ? 0 : std::fabs(got - exact) / std::max(std::nextafter(std::fabs(e), INFINITY) - std::fabs(e), 0x1p-149f);
+  if (got == e)
+    return std::isinf(e) ? 0 : std::fabs(got - exact) / std::max(std::nextafter(std::fabs(e), INFINITY) - std::fabs(e), 0x1p-149f);
   const double unit = std::max(static_cast<double>(std::nextafter(std::fabs(e), INFINITY)) - std::fabs(e), 0x1p-149);
   return std::fabs(got - exact) / unit;
 }
