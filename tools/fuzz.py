@@ -43,7 +43,7 @@ def run(binary, seconds):
         old.unlink()
     corpus = ROOT / "tests" / "fuzz" / "corpus" / target
     with tempfile.TemporaryDirectory() as grown:
-        command = [str(binary), f"-max_total_time={seconds}", "-timeout=20", "-rss_limit_mb=3000", "-print_final_stats=1", "-use_value_profile=1",
+        command = [str(binary), f"-max_total_time={seconds}", "-timeout=20", "-rss_limit_mb=3000", "-print_final_stats=1", "-use_value_profile=1", "-len_control=0", "-max_len=600",
                    f"-artifact_prefix={found}/", grown, *([str(corpus)] if corpus.is_dir() else [])]
         done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
                               env=dict(os.environ, ASAN_OPTIONS="detect_leaks=1", UBSAN_OPTIONS="print_stacktrace=1"), cwd=grown)

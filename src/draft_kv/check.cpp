@@ -210,6 +210,7 @@ FusedNormRopeStackedArgs check(const FusedNormRopeStackedParams& p) {
   const std::int64_t T = a.tokens, L = a.layers, N = p.num_kv_heads, D = p.head_dim, R = p.rotary_dim;
   check.require(N >= 1, "num_kv_heads", "at least 1", std::to_string(N));
   check.require(D >= 1, "head_dim", "at least 1", std::to_string(D));
+  check.require(N <= INT64_MAX / 2 / D, "num_kv_heads", "2 * num_kv_heads * head_dim within 64 bits", std::to_string(N));
   const auto tuple = [](std::initializer_list<std::int64_t> sizes) { return shape_text(TensorView(nullptr, DType::kFloat32, sizes)); };
   check.arg("kv", p.kv)
       .text("Invalid fused KV projection shape: got " + shape_text(p.kv) + ", expected trailing dim " + std::to_string(2 * N * D) + ".")

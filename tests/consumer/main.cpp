@@ -1,9 +1,8 @@
+#include <cstdint>
+#include <cstdio>
 #include <specstate/accept.hpp>
 #include <specstate/error.hpp>
 #include <specstate/version.hpp>
-
-#include <cstdint>
-#include <cstdio>
 
 int main() {
   using namespace specstate;

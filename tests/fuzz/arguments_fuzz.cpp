@@ -41,6 +41,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   const std::string said(text, length);
   std::free(text);
   if (status != specstate::cli::kOk && status != specstate::cli::kUsage) specstate::fuzz::fail("neither status 0 nor 2");
-  if (status == specstate::cli::kUsage && (said.empty() || said.find('\n') != said.size() - 1)) specstate::fuzz::fail("bad usage without its one line");
+  if (status == specstate::cli::kUsage && (said.empty() || said.find('\n') != said.size() - 1))
+    specstate::fuzz::fail("bad usage without its one line");
   return 0;
 }

@@ -1,7 +1,6 @@
 // config.json of the target and of the drafters, on any bytes; the first byte chooses the reader.
-#include "runtime/config.hpp"
-
 #include "fuzz.hpp"
+#include "runtime/config.hpp"
 
 using namespace specstate;
 

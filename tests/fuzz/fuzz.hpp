@@ -55,7 +55,8 @@ class Input {
 
 /// What a tensor holds. Bulk values come from a generator that the input seeds: its bytes are for the structure.
 struct Values {
-  std::int64_t lowest, highest;  ///< of integers; floats are drawn from -2 to 2
+  std::int64_t lowest, highest;  ///< of integers
+  float low = -2, high = 2;      ///< of floats
 };
 inline constexpr Values kPoison{0, -1};  ///< an output: a pattern that nobody writes by chance
 
@@ -64,6 +65,8 @@ class Call {
   explicit Call(Input& input) : input_(input) {}
 
   TensorView in(DType dtype, std::vector<std::int64_t> sizes, Values values = {0, 3}) { return make(dtype, sizes, values, false); }
+  /// Floats from 0 to 1: probabilities, scales.
+  TensorView unit(DType dtype, std::vector<std::int64_t> sizes) { return make(dtype, sizes, {0, 1, 0, 1}, false); }
   TensorView out(DType dtype, std::vector<std::int64_t> sizes) { return make(dtype, sizes, kPoison, true); }
   TensorView inout(DType dtype, std::vector<std::int64_t> sizes, Values values = {0, 3}) { return make(dtype, sizes, values, true); }
 
@@ -191,7 +194,7 @@ class Call {
       const bool outside = wild && next() % 8 == 0;
       std::int64_t integer =
           values.lowest + static_cast<std::int64_t>(next() % (static_cast<std::uint64_t>(values.highest - values.lowest) + 1));
-      float real = static_cast<float>(next() % 4096) / 1024.0f - 2.0f;
+      float real = values.low + (values.high - values.low) * (static_cast<float>(next() % 4097) / 4096.0f);
       if (outside) {
         const std::int64_t integers[] = {-1, values.highest + 1, values.lowest - 1, INT32_MAX, INT32_MIN, INT64_MAX, INT64_MIN, 1 << 20};
         const float reals[] = {

@@ -1,7 +1,6 @@
 // The safetensors reader on any bytes: it throws specstate::Error, or what it returns lies inside the file and tiles it.
-#include "runtime/safetensors.hpp"
-
 #include "fuzz.hpp"
+#include "runtime/safetensors.hpp"
 
 using namespace specstate;
 
