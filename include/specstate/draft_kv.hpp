@@ -36,16 +36,16 @@ class SPECSTATE_API KvProjection {
 /// T rows of features to the slots of a paged pool, all L layers. hidden: feature width; N KV heads of D (K) and Dv (V) channels;
 /// P rows and R channels of the rotary table, R even and at most D (the other D - R channels are not rotated).
 struct MaterializeIntoPoolParams {
-  TensorView ctx_hidden;               ///< [T, hidden] float32, bfloat16 or float16
-  KvProjection projection;             ///< packed weights, or not given:
-  TensorView kv_weight;                ///< [L, N*D + N*Dv, hidden], K rows then V rows, any float dtype of the three
-  TensorView kv_bias;                  ///< [L, N*D + N*Dv], optional
-  TensorView k_norm_weight;            ///< [L, D]
-  TensorView eps;                      ///< [L] float32, each >= 0
-  TensorView cos_sin_cache;            ///< [P, R], or [L, P, R] for a table a layer; a row is R/2 cosines, then R/2 sines
-  TensorView positions;                ///< [T] (or slot_mapping's shape) int32 or int64: rows of the rotary table
-  TensorView slot_mapping;             ///< [T], or [b, W] with b * W == T; int32 or int64; < 0: the row is skipped
-  TensorView commit_lens;              ///< [b] int32 or int64 in 0..W, optional: row (r, j) is skipped unless j < commit_lens[r]
+  TensorView ctx_hidden;     ///< [T, hidden] float32, bfloat16 or float16
+  KvProjection projection;   ///< packed weights, or not given:
+  TensorView kv_weight;      ///< [L, N*D + N*Dv, hidden], K rows then V rows, any float dtype of the three
+  TensorView kv_bias;        ///< [L, N*D + N*Dv], optional
+  TensorView k_norm_weight;  ///< [L, D]
+  TensorView eps;            ///< [L] float32, each >= 0
+  TensorView cos_sin_cache;  ///< [P, R], or [L, P, R] for a table a layer; a row is R/2 cosines, then R/2 sines
+  TensorView positions;      ///< [T] (or slot_mapping's shape) int32 or int64: rows of the rotary table
+  TensorView slot_mapping;   ///< [T], or [b, W] with b * W == T; int32 or int64; < 0: the row is skipped; not given: row i to slot i
+  TensorView commit_lens;    ///< [b] int32 or int64 in 0..W, optional: row (r, j) is skipped unless j < commit_lens[r]
   std::span<const TensorView> k_pool;  ///< one [L, slots, N, D], or L times [slots, N, D]; also float8_e4m3fn, or uint8 for its codes
   std::span<const TensorView> v_pool;  ///< the same with Dv
   TensorView k_scale, v_scale;         ///< float32 or float64, [] or [L], optional: an fp8 pool holds value / scale

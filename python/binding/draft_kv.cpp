@@ -10,7 +10,7 @@ namespace specstate::binding {
 
 namespace {
 
-using Pools = ffi::Array<ffi::Tensor>;
+using Pools = ffi::Array<ffi::Optional<ffi::Tensor>>;
 
 /// A scale that crosses as an array, or as a number (which `number` then holds).
 TensorView scale(const char* name, const Opt& array, const ffi::Optional<double>& value, double& number) {
@@ -22,7 +22,12 @@ TensorView scale(const char* name, const Opt& array, const ffi::Optional<double>
 
 std::vector<TensorView> pool_views(const char* name, const Pools& pools) {
   std::vector<TensorView> views;
-  for (const ffi::Tensor& t : pools) views.push_back(view(name, ffi::TensorView(t)));
+  for (const ffi::Optional<ffi::Tensor> t : pools) {
+    views.emplace_back();
+    if (!t.has_value()) continue;
+    const ffi::Tensor tensor = t.value();
+    views.back() = view(name, ffi::TensorView(tensor));
+  }
   return views;
 }
 
@@ -42,15 +47,16 @@ class Projection : public ffi::ObjectRef {
   TVM_FFI_DEFINE_OBJECT_REF_METHODS_NULLABLE(Projection, ffi::ObjectRef, ProjectionObj);
 };
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(draft_kv_pack, [](In kv_weight, Opt kv_bias) {
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(draft_kv_pack, [](Opt kv_weight, Opt kv_bias) {
   return guard([&] { return Projection(draft_kv::KvProjection(view("kv_weight", kv_weight), view("kv_bias", kv_bias))); });
 });
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(draft_kv_materialize_into_pool,
-                              [](In ctx_hidden, ffi::Optional<Projection> projection, Opt kv_weight, In k_norm_weight, In eps,
-                                 In cos_sin_cache, In positions, In slot_mapping, Pools k_pool, Pools v_pool, Opt kv_bias, Opt commit_lens,
-                                 Opt k_scale, ffi::Optional<double> k_scale_number, Opt v_scale, ffi::Optional<double> v_scale_number,
-                                 bool is_neox_style, bool round_after_norm, bool round_to_weight_dtype, std::int64_t s) {
+                              [](Opt ctx_hidden, ffi::Optional<Projection> projection, Opt kv_weight, Opt k_norm_weight, Opt eps,
+                                 Opt cos_sin_cache, Opt positions, Opt slot_mapping, Pools k_pool, Pools v_pool, Opt kv_bias,
+                                 Opt commit_lens, Opt k_scale, ffi::Optional<double> k_scale_number, Opt v_scale,
+                                 ffi::Optional<double> v_scale_number, bool is_neox_style, bool round_after_norm,
+                                 bool round_to_weight_dtype, std::int64_t s) {
                                 guard([&] {
                                   draft_kv::MaterializeIntoPoolParams p;
                                   double k_number = 1, v_number = 1;
@@ -76,8 +82,8 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(draft_kv_materialize_into_pool,
                               });
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(draft_kv_fused_norm_rope_stacked,
-                              [](In kv, In k_norm_weight, In eps, In cos_sin_cache, In positions, std::int64_t num_kv_heads,
-                                 std::int64_t head_dim, std::int64_t rotary_dim, In k_out, In v_out, std::int64_t s) {
+                              [](Opt kv, Opt k_norm_weight, Opt eps, Opt cos_sin_cache, Opt positions, std::int64_t num_kv_heads,
+                                 std::int64_t head_dim, std::int64_t rotary_dim, Opt k_out, Opt v_out, std::int64_t s) {
                                 guard([&] {
                                   draft_kv::FusedNormRopeStackedParams p;
                                   p.kv = view("kv", kv);

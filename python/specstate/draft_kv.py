@@ -54,7 +54,7 @@ def materialize_into_pool(
     k_norm_weight [L, D]; eps [L] float32.
     cos_sin_cache [P, R], or [L, P, R] for a table a layer: R/2 cosines, then R/2 sines; R even, at most D.
     positions [T] int32 or int64: rows of cos_sin_cache.
-    slot_mapping [T], or [b, W] with b*W = T; int32 or int64; < 0 skips the row.
+    slot_mapping [T], or [b, W] with b*W = T; int32 or int64; < 0 skips the row. None: row i goes to slot i.
     commit_lens [b] int32 or int64 in 0..W, with slot_mapping [b, W]: row (r, j) is written iff j < commit_lens[r]. Rows that are
     not written cost nothing and need no valid position.
     k_pool, v_pool: [L, slots, N, D], or a list of L arrays [slots, N, D], any strides; float32, bfloat16, float16,
@@ -129,6 +129,158 @@ def _materialize(
         round_to_weight_dtype,
         stream_handle(stream, ctx_hidden),
     )
+
+
+def _dtype_name(array):
+    """"bfloat16" of NumPy's bfloat16 and of torch.bfloat16."""
+    return str(array.dtype).rpartition(".")[2]
+
+
+class FusedKVMaterializeHelper:
+    """K and V of all draft layers from one features array, handed to a callback layer by layer (sglang's class of this name).
+
+    layers: objects with ``self_attn.{num_kv_heads, head_dim, rotary_emb, q_size, kv_size, qkv_proj.weight, k_norm.weight,
+    k_norm.variance_epsilon}``; ``qkv_proj.weight`` [q_size + 2*kv_size, hidden], with an optional ``qkv_proj.bias``.
+    rotary_emb: ``rotary_dim`` (default head_dim, even), ``is_neox_style`` (must be true), ``cos_sin_cache`` [P, rotary_dim] and,
+    if it can grow, ``_ensure_cos_sin_cache_length(max_position)``. max_position_hint: tokens to reserve rotary rows for.
+
+    The weights are packed here once; `refresh_weights` packs them again after they changed. Nothing else is kept between calls.
+    """
+
+    def __init__(self, layers, rotary_emb, num_kv_heads, head_dim, device, max_position_hint=None):
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.rotary_emb = rotary_emb
+        self.n_layers = len(layers)
+        self.device = device
+        self.kv_size = num_kv_heads * head_dim
+        self.layer_out_dim = 2 * self.kv_size
+        self.rotary_dim = int(getattr(rotary_emb, "rotary_dim", head_dim))
+        self.is_neox_style = bool(getattr(rotary_emb, "is_neox_style", True))
+        if not self.is_neox_style:
+            raise NotImplementedError("Only neox-style RoPE is supported.")
+        if self.rotary_dim <= 0 or self.rotary_dim > head_dim or self.rotary_dim % 2 != 0:
+            raise ValueError(
+                f"Invalid fused KV rotary/head dim pair: rotary_dim={self.rotary_dim}, head_dim={head_dim}."
+            )
+        if not layers:
+            raise ValueError("FusedKVMaterializeHelper: layers: expected at least one layer, got none.")
+        self.max_position_hint = None if max_position_hint is None else max(int(max_position_hint) - 1, 0)
+        for i, layer in enumerate(layers):
+            self._check_layer(i, layer.self_attn)
+        self._layers = layers
+        self.refresh_weights()
+        if self.max_position_hint is not None:
+            self._rope_table(0)
+
+    def _check_layer(self, i, attn):
+        for name in ("num_kv_heads", "head_dim"):
+            expected, got = getattr(self, name), int(getattr(attn, name))
+            if got != expected:
+                raise ValueError(
+                    f"{name} mismatch across layers for fused KV path: expected {expected}, got {got} at layer {i}."
+                )
+        rotary_dim = int(getattr(attn.rotary_emb, "rotary_dim", self.head_dim))
+        is_neox = bool(getattr(attn.rotary_emb, "is_neox_style", True))
+        if (rotary_dim, is_neox) != (self.rotary_dim, self.is_neox_style):
+            raise ValueError(
+                "RoPE config mismatch across layers for fused KV path: "
+                f"expected (rotary_dim={self.rotary_dim}, neox={self.is_neox_style}), "
+                f"got (rotary_dim={rotary_dim}, neox={is_neox}) at layer {i}."
+            )
+
+        # What sglang takes on trust: a layer that rotates by other angles, and weights of another shape.
+        def refuse(name, expected, got):
+            raise ValueError(f"FusedKVMaterializeHelper: {name}: expected {expected}, got {got} at layer {i}.")
+
+        shared, own = (getattr(r, "cos_sin_cache", None) for r in (self.rotary_emb, attn.rotary_emb))
+        if shared is not None and own is not None and own is not shared and own.dtype == shared.dtype:
+            rows = min(shared.shape[0], own.shape[0])
+            if shared.shape[1] != own.shape[1] or bool((shared[:rows] != own[:rows]).any()):
+                refuse("rotary_emb", "one rotary table for all layers", "another table")
+        weight = attn.qkv_proj.weight
+        rows = attn.q_size + 2 * self.kv_size
+        if attn.kv_size != self.kv_size:
+            refuse("kv_size", f"num_kv_heads * head_dim = {self.kv_size}", attn.kv_size)
+        if len(weight.shape) != 2 or weight.shape[0] < rows:
+            refuse("qkv_proj.weight", f"shape [>= q_size + 2 * kv_size = {rows}, hidden]", tuple(weight.shape))
+        if tuple(attn.k_norm.weight.shape) != (self.head_dim,):
+            refuse("k_norm.weight", f"shape ({self.head_dim},)", tuple(attn.k_norm.weight.shape))
+
+    def refresh_weights(self):
+        """Packs the layers' weights again: to be called after they changed."""
+        packed = []
+        for layer in self._layers:
+            attn = layer.self_attn
+            kv = slice(attn.q_size, attn.q_size + 2 * self.kv_size)
+            weight, norm, bias = (
+                w.detach() if hasattr(w, "detach") else w
+                for w in (attn.qkv_proj.weight, attn.k_norm.weight, getattr(attn.qkv_proj, "bias", None))
+            )
+            norm_copy, eps = empty_like(norm, (1, self.head_dim)), empty_like(norm, (1,), "float32")
+            norm_copy[0] = norm
+            eps[0] = float(attn.k_norm.variance_epsilon)
+            packed.append((KvProjection(weight[kv][None], None if bias is None else bias[kv][None])._packed, norm_copy, eps))
+        self._packed = packed  # all layers or none
+        self._dtype = _dtype_name(self._layers[0].self_attn.qkv_proj.weight)
+
+    def _rope_table(self, last):
+        """The rotary table, grown if the rotary object can: to the hint where there is one, else to position `last`."""
+        reserve = last if self.max_position_hint is None else self.max_position_hint
+        table = getattr(self.rotary_emb, "cos_sin_cache", None)
+        grow = getattr(self.rotary_emb, "_ensure_cos_sin_cache_length", None)
+        if callable(grow) and (table is None or reserve >= table.shape[0]):
+            grow(reserve)
+            table = self.rotary_emb.cos_sin_cache
+        max_position, length = max(reserve, last), 0 if table is None else int(table.shape[0])
+        if max_position >= length:
+            raise RuntimeError(
+                "RoPE cos/sin cache is too short for fused KV materialization: "
+                f"max_position={max_position}, cache_len={length}."
+            )
+        return table
+
+    def materialize(self, ctx_hidden, positions, write_layer_kv):
+        """Calls ``write_layer_kv(layer, k, v)`` for every layer in order, k and v [T, num_kv_heads, head_dim] of the weights'
+        dtype and of ctx_hidden's kind, new arrays for each call.
+
+        ctx_hidden [T, hidden], rounded to the weights' dtype; T = 0 calls nothing. positions: T integers of any shape, row-major.
+        Raises ValueError and RuntimeError with sglang's texts; positions are checked with and without a position hint.
+        """
+        total_ctx = int(ctx_hidden.shape[0])
+        if total_ctx == 0:
+            return
+        if len(positions.shape) != 1:
+            positions = positions.reshape(-1)
+        if positions.shape[0] != total_ctx:
+            raise ValueError(
+                "positions must match ctx_hidden token count for fused KV materialization: "
+                f"positions={positions.shape[0]}, total_ctx={total_ctx}."
+            )
+        if _dtype_name(positions) in ("int8", "int16", "uint8", "uint16", "uint32"):
+            narrow, positions = positions, empty_like(ctx_hidden, (total_ctx,), "int64")
+            positions[...] = narrow
+        first = int(positions.min())
+        if first < 0:
+            raise ValueError(f"FusedKVMaterializeHelper: positions: expected positions >= 0, got {first}.")
+        table = self._rope_table(int(positions.max()))
+        shape = (total_ctx, self.num_kv_heads, self.head_dim)
+        for i, (projection, norm, eps) in enumerate(self._packed):
+            k, v = empty_like(ctx_hidden, shape, self._dtype), empty_like(ctx_hidden, shape, self._dtype)
+            _materialize(
+                ctx_hidden,
+                projection,
+                None,
+                norm,
+                eps,
+                table,
+                positions,
+                None,
+                [array_out("k", k)],
+                [array_out("v", v)],
+                round_to_weight_dtype=True,
+            )
+            write_layer_kv(i, k, v)
 
 
 def fused_norm_rope_stacked(

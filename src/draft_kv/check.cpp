@@ -95,7 +95,7 @@ std::vector<WrittenRow> written_rows(const Checker& check, const MaterializeInto
   const std::int64_t width = p.slot_mapping.ndim == 2 ? p.slot_mapping.sizes[1] : std::max<std::int64_t>(tokens, 1);
   std::vector<WrittenRow> rows;
   for (std::int64_t i = 0; i < tokens; ++i) {
-    const std::int64_t slot = index_at(p.slot_mapping, i);
+    const std::int64_t slot = p.slot_mapping.given() ? index_at(p.slot_mapping, i) : i;
     const std::int64_t commit = p.commit_lens.given() ? core::load_index(p.commit_lens, i / width) : width;
     if (!is_written(slot, i % width, commit)) continue;
     const std::int64_t position = index_at(p.positions, i);
@@ -146,7 +146,8 @@ MaterializeArgs check(const MaterializeIntoPoolParams& p) {
   check.require(R >= 2 && R % 2 == 0 && R <= D, "cos_sin_cache", "an even rotary width of 2.." + std::to_string(D.value()),
                 "shape " + shape_text(p.cos_sin_cache));
 
-  auto slot_mapping = check.arg("slot_mapping", p.slot_mapping).required().dtype(kIndices);
+  auto slot_mapping = check.arg("slot_mapping", p.slot_mapping).dtype(kIndices);
+  if (p.commit_lens.given()) slot_mapping.required();
   if (p.commit_lens.given() || p.slot_mapping.ndim == 2) {
     slot_mapping.shape({b, W});
     check.require(b * W == T, "slot_mapping", "shape [b, W] with b * W = " + std::to_string(T.value()) + " rows of ctx_hidden",

@@ -1,10 +1,10 @@
 // CPU form: tiles of rows. A tile's features are gathered (only rows that are written), projected for all layers at once, and each
 // (row, layer, head) is then normed, rotated and stored where it belongs. What lives between is one tile of float32.
 #include <algorithm>
-#include <cmath>
 #include <vector>
 
 #include "cpu/parallel.hpp"
+#include "cpu/vector.hpp"
 #include "draft_kv/args.hpp"
 #include "draft_kv/projection.hpp"
 
@@ -60,16 +60,7 @@ class NormRopeTables {
 template <class Io>
 void norm_rope(const NormRope& x, const float* weight, float eps, const float* angles, float* p) {
   const std::int64_t dim = x.head_dim, half = x.rotary_dim / 2;
-  constexpr int kLanes = 16;  // one fixed summation tree, whatever the vector width
-  float lanes[kLanes] = {};
-  std::int64_t i = 0;
-  for (; i + kLanes <= dim; i += kLanes)
-    for (int j = 0; j < kLanes; ++j) lanes[j] += p[i + j] * p[i + j];
-  for (int j = 0; i + j < dim; ++j) lanes[j] += p[i + j] * p[i + j];
-  for (int step = kLanes / 2; step > 0; step /= 2)
-    for (int j = 0; j < step; ++j) lanes[j] += lanes[j + step];
-  const float scale = 1.0f / std::sqrt(lanes[0] / static_cast<float>(dim) + eps);
-  for (std::int64_t j = 0; j < dim; ++j) p[j] = p[j] * scale * weight[j];
+  specstate::cpu::rms_norm(p, weight, eps, p, dim);
   if (x.round_after_norm)
     for (std::int64_t j = 0; j < dim; ++j) p[j] = rounded<Io>(p[j]);
   for (std::int64_t j = 0; j < half; ++j) {

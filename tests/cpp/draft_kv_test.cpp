@@ -1,0 +1,227 @@
+// Draft KV: compaction and addresses against naive models, threads, packed and plain weights, errors of the C++ interface.
+#include "specstate/draft_kv.hpp"
+
+#include <gtest/gtest.h>
+#include <rapidcheck.h>
+#include <rapidcheck/gtest.h>
+
+#include <cmath>
+#include <map>
+#include <random>
+#include <vector>
+
+#include "core/numeric.hpp"
+#include "draft_kv/check.hpp"
+#include "specstate/error.hpp"
+#include "thread_pool.hpp"
+
+using namespace specstate;
+using namespace specstate::draft_kv;
+using specstate::testing::InjectedExecutor;
+using specstate::testing::ThreadPool;
+
+namespace {
+
+using Ids = std::vector<std::int64_t>;
+
+/// One call with dense float32 tensors that own their memory.
+struct Case {
+  std::int64_t T, W, L, N, D, R, hidden, slots, P;
+  std::vector<float> features, weight, norm, eps, table, k, v;
+  std::vector<std::int64_t> positions, slot, commit;
+  TensorView k_view, v_view;
+
+  Case(std::int64_t b, std::int64_t w, std::int64_t layers = 2, std::int64_t heads = 2, std::int64_t dim = 8, std::int64_t width = 12,
+       std::int64_t pool = 64, unsigned seed = 1)
+      : T(b * w), W(w), L(layers), N(heads), D(dim), R(dim), hidden(width), slots(pool), P(100) {
+    std::mt19937 random(seed);
+    std::normal_distribution<float> normal;
+    const auto fill = [&](std::vector<float>& to, std::int64_t n) {
+      to.resize(n);
+      for (float& x : to) x = normal(random);
+    };
+    fill(features, T * hidden), fill(weight, L * 2 * N * D * hidden), fill(norm, L * D), fill(table, P * R);
+    eps.assign(L, 1e-6f);
+    k.assign(L * slots * N * D, -77.0f), v = k;
+    positions.resize(T), slot.resize(T), commit.assign(b, w);
+    for (std::int64_t i = 0; i < T; ++i) positions[i] = i % P, slot[i] = i % slots;
+  }
+
+  MaterializeIntoPoolParams params() {
+    k_view = TensorView(k.data(), DType::kFloat32, {L, slots, N, D});
+    v_view = TensorView(v.data(), DType::kFloat32, {L, slots, N, D});
+    MaterializeIntoPoolParams p;
+    p.ctx_hidden = TensorView(features.data(), DType::kFloat32, {T, hidden});
+    p.kv_weight = TensorView(weight.data(), DType::kFloat32, {L, 2 * N * D, hidden});
+    p.k_norm_weight = TensorView(norm.data(), DType::kFloat32, {L, D});
+    p.eps = TensorView(eps.data(), DType::kFloat32, {L});
+    p.cos_sin_cache = TensorView(table.data(), DType::kFloat32, {P, R});
+    p.positions = TensorView(positions.data(), DType::kInt64, {T});
+    p.slot_mapping = TensorView(slot.data(), DType::kInt64, {W ? T / W : 0, W});
+    p.commit_lens = TensorView(commit.data(), DType::kInt64, {static_cast<std::int64_t>(commit.size())});
+    p.k_pool = {&k_view, 1};
+    p.v_pool = {&v_view, 1};
+    return p;
+  }
+};
+
+RC_GTEST_PROP(Compaction, KeepsTheRowsOfANaiveWriter, ()) {
+  const auto b = *rc::gen::inRange<std::int64_t>(0, 7), w = *rc::gen::inRange<std::int64_t>(1, 9);
+  Case c(b, w);
+  std::map<std::int64_t, WrittenRow> slots;  // what a serial writer leaves in each slot
+  for (std::int64_t r = 0; r < b; ++r) {
+    c.commit[r] = *rc::gen::inRange<std::int64_t>(0, w + 1);
+    for (std::int64_t j = 0; j < w; ++j) {
+      const std::int64_t i = r * w + j;
+      c.slot[i] = *rc::gen::inRange<std::int64_t>(-3, 40);
+      c.positions[i] = *rc::gen::inRange<std::int64_t>(0, c.P);
+      if (j < c.commit[r] && c.slot[i] >= 0)
+        slots[c.slot[i]] = {i, c.slot[i], c.positions[i]};
+      else
+        c.positions[i] = *rc::gen::element<std::int64_t>(-1, INT64_MAX, INT64_MIN, c.P);  // skipped: of no account
+    }
+  }
+  const MaterializeArgs args = check(c.params());
+  RC_ASSERT(args.rows.size() == slots.size());
+  std::int64_t before = -1;
+  for (const WrittenRow& row : args.rows) {
+    RC_ASSERT(row.row > before);  // in row order
+    before = row.row;
+    RC_ASSERT(slots.at(row.slot).row == row.row);
+    RC_ASSERT(slots.at(row.slot).position == row.position);
+  }
+}
+
+RC_GTEST_PROP(Compaction, ABadRowIsRefusedOnlyIfItIsWritten, ()) {
+  const auto b = *rc::gen::inRange<std::int64_t>(1, 5), w = *rc::gen::inRange<std::int64_t>(1, 6);
+  Case c(b, w);
+  const auto i = *rc::gen::inRange<std::int64_t>(0, b * w);
+  for (std::int64_t r = 0; r < b; ++r) c.commit[r] = *rc::gen::inRange<std::int64_t>(0, w + 1);
+  if (*rc::gen::arbitrary<bool>())
+    c.positions[i] = *rc::gen::elementOf(Ids{-1, c.P, INT64_MAX, INT64_MIN});
+  else
+    c.slot[i] = *rc::gen::elementOf(Ids{c.slots, INT64_MAX, std::int64_t{1} << 32});
+  const bool written = i % w < c.commit[i / w];
+  bool refused = false;
+  try {
+    materialize_into_pool(c.params());
+  } catch (const Error& e) {
+    refused = e.kind() == ErrorKind::kValue;
+    for (float x : c.k) RC_ASSERT(x == -77.0f);
+    for (float x : c.v) RC_ASSERT(x == -77.0f);
+  }
+  RC_ASSERT(refused == written);
+}
+
+TEST(Layout, AddressesArePlaceValuesIn64Bits) {
+  const LayerPool pool{nullptr, 1'000'003, 130, 1};
+  EXPECT_EQ(pool_offset(pool, 5'000'000, 7), 5'000'015'000'000 + 910);
+  // Columns of [L, heads * head_dim | heads * v_head_dim] enumerated once.
+  const std::int64_t L = 3, N = 2, D = 4, Dv = 6, width = layer_columns(N, D, Dv);
+  std::int64_t column = 0;
+  for (std::int64_t l = 0; l < L; ++l) {
+    for (std::int64_t h = 0; h < N; ++h, column += D) EXPECT_EQ(k_column(width, l, h, D), column);
+    for (std::int64_t h = 0; h < N; ++h, column += Dv) EXPECT_EQ(v_column(width, l, N, D, h, Dv), column);
+  }
+  EXPECT_EQ(column, L * width);
+}
+
+TEST(Layout, EveryRotatedChannelIsInOnePair) {
+  for (bool neox : {true, false})
+    for (std::int64_t half : {1, 2, 5, 64}) {
+      std::vector<int> seen(2 * half);
+      for (std::int64_t i = 0; i < half; ++i) {
+        const RotaryPair p = rotary_pair(i, half, neox);
+        ++seen[p.first], ++seen[p.second];
+        EXPECT_EQ(p.second - p.first, neox ? half : 1);
+      }
+      EXPECT_EQ(seen, std::vector<int>(2 * half, 1));
+    }
+}
+
+TEST(Materialize, ThreadsAndCompanyNeverChangeABit) {
+  Case whole(40, 8, 3, 2, 16, 40, 400, 7);
+  for (std::size_t r = 0; r < whole.commit.size(); ++r) whole.commit[r] = static_cast<std::int64_t>(r % 9);
+  Case serial = whole;
+  {
+    ThreadPool one(1);
+    InjectedExecutor injected(one);
+    materialize_into_pool(serial.params());
+  }
+  for (int threads : {2, 3, 8}) {
+    Case c = whole;
+    ThreadPool pool(threads);
+    InjectedExecutor injected(pool);
+    materialize_into_pool(c.params());
+    EXPECT_EQ(c.k, serial.k);
+    EXPECT_EQ(c.v, serial.v);
+  }
+  Case alone = whole;  // each committed row in a call of its own
+  for (std::int64_t i = 0; i < whole.T; ++i) {
+    if (i % whole.W >= whole.commit[i / whole.W]) continue;
+    MaterializeIntoPoolParams p = alone.params();
+    p.ctx_hidden = TensorView(&alone.features[i * alone.hidden], DType::kFloat32, {1, alone.hidden});
+    p.positions = TensorView(&alone.positions[i], DType::kInt64, {1});
+    p.slot_mapping = TensorView(&alone.slot[i], DType::kInt64, {1});
+    p.commit_lens = {};
+    materialize_into_pool(p);
+  }
+  EXPECT_EQ(alone.k, serial.k);
+  EXPECT_EQ(alone.v, serial.v);
+}
+
+TEST(Materialize, PackedWeightsGiveTheSameBits) {
+  Case plain(5, 4), packed = plain;
+  materialize_into_pool(plain.params());
+  MaterializeIntoPoolParams p = packed.params();
+  p.projection = KvProjection(p.kv_weight);
+  EXPECT_EQ(p.projection.dtype(), DType::kFloat32);
+  p.kv_weight = {};
+  materialize_into_pool(p);
+  EXPECT_EQ(packed.k, plain.k);
+  EXPECT_EQ(packed.v, plain.v);
+  p.kv_weight = TensorView(packed.weight.data(), DType::kFloat32, {2, 32, 12});
+  EXPECT_THROW(materialize_into_pool(p), Error);  // both
+  EXPECT_FALSE(KvProjection().given());
+}
+
+TEST(Materialize, OnePoolALayer) {
+  Case one(3, 4), many = one;
+  materialize_into_pool(one.params());
+  MaterializeIntoPoolParams p = many.params();
+  const std::vector<TensorView> k{many.k_view[0], many.k_view[1]}, v{many.v_view[0], many.v_view[1]};
+  p.k_pool = k, p.v_pool = v;
+  materialize_into_pool(p);
+  EXPECT_EQ(many.k, one.k);
+  EXPECT_EQ(many.v, one.v);
+}
+
+TEST(Materialize, RoundsToTheDtypeThatIsAsked) {
+  Case c(2, 3);
+  MaterializeIntoPoolParams p = c.params();
+  p.io = DType::kBFloat16;
+  materialize_into_pool(p);
+  for (float x : c.v) EXPECT_EQ(x, core::to_float(core::from_float<core::bfloat16>(x)));
+  for (float x : c.k) EXPECT_EQ(x, core::to_float(core::from_float<core::bfloat16>(x)));
+  p.io = DType::kFloat8E4M3FN;
+  EXPECT_THROW(materialize_into_pool(p), Error);
+}
+
+TEST(Materialize, TensorsOnAGpuAreRefusedByThisBuild) {
+  Case c(1, 2);
+  MaterializeIntoPoolParams p = c.params();
+  const auto move = [](TensorView& t) { t.device = {DeviceType::kCuda, 0}; };
+  for (TensorView* t :
+       {&p.ctx_hidden, &p.kv_weight, &p.k_norm_weight, &p.eps, &p.cos_sin_cache, &p.positions, &p.slot_mapping, &p.commit_lens})
+    move(*t);
+  EXPECT_THROW(materialize_into_pool(p), Error);  // pools still on the host
+  move(c.k_view), move(c.v_view);
+  try {
+    materialize_into_pool(p);
+    FAIL();
+  } catch (const Error& e) {
+    EXPECT_EQ(e.kind(), ErrorKind::kNotImplemented);
+  }
+}
+
+}  // namespace
