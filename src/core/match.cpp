@@ -1,6 +1,9 @@
 #include "core/match.hpp"
 
 #include <algorithm>
+#include <cstdlib>
+#include <limits>
+#include <numeric>
 
 namespace specstate::core {
 
@@ -128,20 +131,45 @@ ArgCheck& ArgCheck::aligned(std::int64_t bytes) {
   return *this;
 }
 
+namespace {
+
+/// Bytes from the view's lowest to behind its highest, relative to its pointer, over the dimensions of stride < `below` bytes.
+std::pair<std::int64_t, std::int64_t> extent(const TensorView& t, std::int64_t below) {
+  std::int64_t low = 0, high = size_of(t.dtype);
+  for (int i = 0; i < t.ndim; ++i) {
+    const std::int64_t step = t.strides[i] * size_of(t.dtype);
+    if (std::abs(step) < below) (step < 0 ? low : high) += step * (t.sizes[i] - 1);
+  }
+  return {low, high};
+}
+
+}  // namespace
+
 bool may_overlap(const TensorView& a, const TensorView& b) {
   if (!a.given() || !b.given() || a.numel() == 0 || b.numel() == 0) return false;
-  auto range = [](const TensorView& t) {
-    std::int64_t low = 0, high = 0;
-    for (int i = 0; i < t.ndim; ++i) {
-      const std::int64_t reach = t.strides[i] * (t.sizes[i] - 1);
-      (reach < 0 ? low : high) += reach;
+  const std::int64_t apart = reinterpret_cast<std::intptr_t>(b.data) - reinterpret_cast<std::intptr_t>(a.data);
+  constexpr std::int64_t all = std::numeric_limits<std::int64_t>::max();
+  const auto [a0, a1] = extent(a, all);
+  const auto [b0, b1] = extent(b, all);
+  if (a1 <= apart + b0 || apart + b1 <= a0) return false;
+  // Views that are woven into one buffer (state and windows of a slot, q and k of a row): with every stride from `cut` up a
+  // multiple of `pitch`, they are apart if what is left of them falls on different bytes of the pitch.
+  for (const TensorView* from : {&a, &b})
+    for (int d = 0; d < from->ndim; ++d) {
+      const std::int64_t cut = std::abs(from->strides[d]) * size_of(from->dtype);
+      if (from->sizes[d] <= 1 || cut == 0) continue;
+      std::int64_t pitch = 0;
+      for (const TensorView* t : {&a, &b})
+        for (int i = 0; i < t->ndim; ++i) {
+          const std::int64_t step = std::abs(t->strides[i]) * size_of(t->dtype);
+          if (t->sizes[i] > 1 && step >= cut) pitch = std::gcd(pitch, step);
+        }
+      const auto [x0, x1] = extent(a, cut);
+      const auto [y0, y1] = extent(b, cut);
+      const std::int64_t shift = (((apart + y0 - x0) % pitch) + pitch) % pitch;  // from a's first byte to b's, within the pitch
+      if (shift >= x1 - x0 && shift + (y1 - y0) <= pitch) return false;
     }
-    const auto base = reinterpret_cast<std::intptr_t>(t.data);
-    return std::pair{base + low * size_of(t.dtype), base + (high + 1) * size_of(t.dtype)};
-  };
-  const auto [a0, a1] = range(a);
-  const auto [b0, b1] = range(b);
-  return a0 < b1 && b0 < a1;
+  return true;
 }
 
 std::int64_t load_index(const TensorView& t, std::int64_t i) {

@@ -116,7 +116,7 @@ class Checker {
   const char* device_of_ = nullptr;
 };
 
-/// True if the two views may touch a common byte (by their extents).
+/// True if the two views may touch a common byte; false is certain, also for views that are woven into one buffer.
 bool may_overlap(const TensorView& a, const TensorView& b);
 
 /// int32 or int64 indices of any stride, read as int64. Copied at check time, so a backend never re-reads the caller's memory.

@@ -1,6 +1,7 @@
 // Core: tensor views, storage types, the argument matcher.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <functional>
 #include <vector>
@@ -128,6 +129,26 @@ TEST(Matcher, StridesDevicesAndOverlap) {
   TensorView next(x + 12, DType::kFloat32, {3, 4});
   EXPECT_FALSE(may_overlap(t, next));
   EXPECT_TRUE(may_overlap(t, TensorView(x + 11, DType::kFloat32, {1})));
+}
+
+TEST(Matcher, ViewsWovenIntoOneBufferDoNotOverlap) {
+  float x[2 * 3 * 24];
+  const auto strided = [&](int offset, std::initializer_list<std::int64_t> sizes, std::initializer_list<std::int64_t> strides) {
+    TensorView t(x + offset, DType::kFloat32, sizes);
+    std::copy(strides.begin(), strides.end(), t.strides);
+    return t;
+  };
+  // [rows 2, steps 3, taps 3, q|k of 4 channels]: q and k as [row, step, channel, tap].
+  const TensorView q = strided(0, {2, 3, 4, 3}, {72, 24, 1, 8}), k = strided(4, {2, 3, 4, 3}, {72, 24, 1, 8});
+  EXPECT_FALSE(may_overlap(q, k));
+  EXPECT_FALSE(may_overlap(k, q));
+  EXPECT_TRUE(may_overlap(q, strided(3, {2, 3, 4, 3}, {72, 24, 1, 8})));
+  EXPECT_TRUE(may_overlap(q, strided(5, {2, 3, 4, 3}, {72, 24, 1, 8})));
+  // Slots of 72 floats: a state of 40 and a window of 32.
+  EXPECT_FALSE(may_overlap(strided(0, {2, 40}, {72, 1}), strided(40, {2, 32}, {72, 1})));
+  EXPECT_TRUE(may_overlap(strided(0, {2, 41}, {72, 1}), strided(40, {2, 32}, {72, 1})));
+  EXPECT_TRUE(may_overlap(strided(0, {2, 40}, {72, 1}), strided(40, {2, 33}, {72, 1})));
+  EXPECT_TRUE(may_overlap(strided(0, {2, 40}, {72, 1}), strided(40, {2, 32}, {71, 1})));
 }
 
 }  // namespace

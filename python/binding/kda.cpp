@@ -1,0 +1,89 @@
+#include "specstate/kda.hpp"
+
+#include <vector>
+
+#include "common.hpp"
+
+namespace specstate::binding {
+
+namespace {
+
+using OptDouble = ffi::Optional<double>;
+
+std::optional<double> number(const OptDouble& x) { return x.has_value() ? std::optional<double>(x.value()) : std::nullopt; }
+
+}  // namespace
+
+// What verify and decode share: `Step` of kda.py hands these over in this order.
+#define STEP_PARAMETERS                                                                                                                \
+  Opt x_q, Opt x_k, Opt x_v, Opt w_q, Opt w_k, Opt w_v, Opt cs_q, Opt cs_k, Opt cs_v, Opt g, Opt beta, Opt A_log, Opt dt_bias, Opt state, \
+      Opt slots, Opt cu_seqlens, Opt onorm_gate, Opt onorm_weight, OptDouble onorm_eps, Opt out, OptDouble lower_bound,                  \
+      double softplus_beta, double softplus_threshold, OptDouble scale, bool l2norm, bool round_before_norm, std::int64_t null_slot
+#define FILL_STEP(p)                                                                                                        \
+  p.x_q = view("x_q", x_q), p.x_k = view("x_k", x_k), p.x_v = view("x_v", x_v);                                             \
+  p.w_q = view("w_q", w_q), p.w_k = view("w_k", w_k), p.w_v = view("w_v", w_v);                                             \
+  p.cs_q = view("cs_q", cs_q), p.cs_k = view("cs_k", cs_k), p.cs_v = view("cs_v", cs_v);                                    \
+  p.g = view("g", g), p.beta = view("beta", beta), p.A_log = view("A_log", A_log), p.dt_bias = view("dt_bias", dt_bias);    \
+  p.state = view("state", state), p.slots = view("slots", slots), p.cu_seqlens = view("cu_seqlens", cu_seqlens);            \
+  p.onorm_gate = view("onorm_gate", onorm_gate), p.onorm_weight = view("onorm_weight", onorm_weight);                       \
+  p.onorm_eps = number(onorm_eps), p.out = view("out", out), p.lower_bound = number(lower_bound);                           \
+  p.softplus_beta = softplus_beta, p.softplus_threshold = softplus_threshold, p.scale = number(scale);                      \
+  p.l2norm = l2norm, p.round_before_norm = round_before_norm, p.null_slot = null_slot
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(
+    kda_verify, [](STEP_PARAMETERS, Opt rawv, Opt rawk, Opt ring_g, Opt ring_beta, Opt snapshots, Opt conv_q, Opt conv_k, Opt conv_v,
+                   Opt rows, Opt parents, bool exact, bool update_state, bool null_from_zero, bool fused, std::int64_t s) {
+      guard([&] {
+        kda::VerifyParams p;
+        FILL_STEP(p);
+        p.rings = {view("rawv", rawv), view("rawk", rawk), view("g", ring_g), view("beta", ring_beta)};
+        p.snapshots = view("snapshots", snapshots);
+        p.conv_q = view("conv_q", conv_q), p.conv_k = view("conv_k", conv_k), p.conv_v = view("conv_v", conv_v);
+        p.rows = view("rows", rows), p.parents = view("parents", parents);
+        p.exact = exact, p.update_state = update_state, p.null_from_zero = null_from_zero;
+        fused ? kda::fused_kda_decode_mtp_dspark(p, stream(s)) : kda::verify(p, stream(s));
+      });
+    });
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_decode, [](STEP_PARAMETERS, std::int64_t s) {
+  guard([&] {
+    kda::DecodeParams p;
+    FILL_STEP(p);
+    kda::decode(p, stream(s));
+  });
+});
+
+// form: 0 fold, 1 commit_kda_replayssm_spec, 2 its all-layers form.
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_fold, [](Opt state, Opt rawv, Opt rawk, Opt g, Opt beta, Opt slots, Opt accept, Opt track, Opt track_step,
+                                           bool l2norm, std::int64_t null_slot, std::int64_t max_cache_len, std::int64_t num_k_heads,
+                                           std::int64_t form, std::int64_t s) {
+  guard([&] {
+    kda::CommitParams p;
+    p.state = view("state", state);
+    p.rings = {view("rawv", rawv), view("rawk", rawk), view("g", g), view("beta", beta)};
+    p.slots = view("slots", slots), p.accept = view("accept", accept);
+    p.track = view("track", track), p.track_step = view("track_step", track_step);
+    p.l2norm = l2norm, p.null_slot = null_slot;
+    p.max_cache_len = max_cache_len, p.num_k_heads = num_k_heads;
+    if (form == 0) kda::fold(p, stream(s));
+    if (form == 1) kda::commit_kda_replayssm_spec(p, stream(s));
+    if (form == 2) kda::commit_kda_replayssm_spec_all_layers(p, stream(s));
+  });
+});
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_rollback_conv_windows, [](ffi::Array<ffi::Tensor> pools, ffi::Array<ffi::Tensor> windows, Opt slots, Opt step,
+                                                            Opt rows, Opt track_slots, Opt track_steps, std::int64_t s) {
+  guard([&] {
+    std::vector<kda::RollbackConvWindowsParams> all;
+    for (std::size_t i = 0; i < pools.size(); ++i) {
+      kda::RollbackConvWindowsParams p;
+      p.pool = view("conv_pools", In(pools[i])), p.windows = view("intermediate_windows", In(windows[i]));
+      p.slots = view("slots", slots), p.last_correct_step = view("last_correct_step", step), p.rows = view("rows", rows);
+      p.track_slots = view("track_slots", track_slots), p.track_steps = view("track_steps", track_steps);
+      all.push_back(p);
+    }
+    kda::rollback_conv_windows(all.data(), static_cast<std::int64_t>(all.size()), stream(s));
+  });
+});
+
+}  // namespace specstate::binding

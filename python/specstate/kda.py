@@ -1,0 +1,148 @@
+"""KDA and GDN: recurrent state, verified several tokens at a time and committed by replay.
+
+``verify`` runs the proposed tokens of each request and leaves the state alone; it records per token either what the update needs
+(``rings``, about 1 kB a token and head) or the whole state (``snapshots``, 64 kB). ``fold`` replays the accepted tokens from the
+rings into the state, ``rollback_conv_windows`` commits the convolution's windows. ``decode`` runs certain tokens in place.
+
+Sizes: N requests, T tokens of all requests, H key heads, HV value heads (a multiple of H), K and V channels of a head (64 or 128),
+L ring length, C = H*K or HV*V convolution channels. "act" is bfloat16 or float32, one for a whole call. On the CPU everything is
+deterministic bit for bit: ring output equals snapshot output, ``fold(accept=n)`` equals snapshot ``n-1``, a verify of W tokens
+equals W decodes, and a request's result does not depend on the others in the call.
+"""
+
+from typing import Any, NamedTuple
+
+from ._arrays import array_in, array_out, empty_like
+from ._library import function
+from ._stream import stream_handle
+
+
+class Rings(NamedTuple):
+    """The records of verified tokens; entry i of a slot is token i of its latest verify."""
+
+    rawv: Any  # [slots, HV, L, V] act: v after convolution and SiLU
+    rawk: Any  # [slots, H, L, K] act: k after convolution and SiLU, before the norm
+    g: Any  # [slots, HV, L, K] float32, or [slots, HV, L] for GDN: log decay
+    beta: Any  # [slots, HV, L] float32: sigmoid(beta)
+
+
+def _step(in_place, x_q, x_k, x_v, w_q, w_k, w_v, cs_q, cs_k, cs_v, g, beta, A_log, dt_bias, state, slots, cu_seqlens, onorm_gate,
+          onorm_weight, onorm_eps, out, lower_bound, softplus_beta, softplus_threshold, scale, l2norm, round_before_norm, null_slot,
+          state_name="state"):  # fmt: skip
+    pool = array_out if in_place else array_in
+    return (
+        array_in("x_q", x_q), array_in("x_k", x_k), array_in("x_v", x_v),
+        array_in("w_q", w_q), array_in("w_k", w_k), array_in("w_v", w_v),
+        pool("cs_q", cs_q), pool("cs_k", cs_k), pool("cs_v", cs_v),
+        array_in("g", g), array_in("beta", beta), array_in("A_log", A_log), array_in("dt_bias", dt_bias),
+        pool(state_name, state), array_in("slots", slots), array_in("cu_seqlens", cu_seqlens),
+        array_in("onorm_gate", onorm_gate), array_in("onorm_weight", onorm_weight), onorm_eps, array_out("out", out),
+        lower_bound, softplus_beta, softplus_threshold, scale, l2norm, round_before_norm, null_slot,
+    )  # fmt: skip
+
+
+def verify(x_q, x_k, x_v, g, beta, A_log, dt_bias, state, slots, cu_seqlens, *, w_q=None, w_k=None, w_v=None, cs_q=None, cs_k=None,
+           cs_v=None, rings=None, snapshots=None, conv_q=None, conv_k=None, conv_v=None, rows=None, parents=None, onorm_gate=None,
+           onorm_weight=None, onorm_eps=None, lower_bound=None, softplus_beta=1.0, softplus_threshold=20.0, scale=None, l2norm=True,
+           round_before_norm=False, exact=False, update_state=False, null_from_zero=False, null_slot=-1, out=None,
+           stream=None):  # fmt: skip
+    """Verify T proposed tokens of N requests; writes no pool.
+
+    x_q, x_k [T, H, K], x_v [T, HV, V] act: raw projections; without w_* they are convolved and activated already. Every [T, ...]
+        tensor may carry a leading dimension of 1 if x_q does.
+    g [T, HV, K] or [T, HV*K] raw gate (KDA), or [T, HV] (GDN); beta [T, HV] logits; A_log [HV], dt_bias [HV*K] or [HV] float32.
+    state [pool, HV, V, K] float32 or bfloat16, dense inside a slot; slots [N], <= null_slot is padding (its output is 0).
+    cu_seqlens [N+1]: request r owns tokens cu_seqlens[r] to cu_seqlens[r+1] - 1.
+    w_q, w_k, w_v [C, 4] float32 taps, newest last; cs_q, cs_k, cs_v [pool, C, 3] act: the inputs before the first token.
+    rings: `Rings` (tokens beyond L are not recorded); or snapshots [rows, steps, HV, V, K]: the state after each token.
+    conv_q, conv_k, conv_v [rows, steps, C, 3] act: the window after each token. rows [N]: row of a request, default its number.
+    parents [N, tokens]: a tree; index of each token's parent within its request, < 0 for the request's own state.
+    onorm_gate [T, HV, V], onorm_weight [V], onorm_eps: gated RMS norm of the output.
+    lower_bound: the safe gate lower_bound * sigmoid(exp(A_log) * (g + dt_bias)); None: -exp(A_log) * softplus(g + dt_bias).
+    update_state also stores the state after each request's last token; null_from_zero runs padding rows from a zero state.
+
+    Returns out [T, HV, V] act. Raises ValueError naming the argument; nothing is written then.
+    """
+    if out is None:
+        out = empty_like(x_v, tuple(x_v.shape))
+    ring = (None,) * 4 if rings is None else rings
+    function("kda_verify")(
+        *_step(False, x_q, x_k, x_v, w_q, w_k, w_v, cs_q, cs_k, cs_v, g, beta, A_log, dt_bias,
+               array_out("state", state) if update_state else state, slots, cu_seqlens, onorm_gate, onorm_weight, onorm_eps, out,
+               lower_bound, softplus_beta, softplus_threshold, scale, l2norm, round_before_norm, null_slot),
+        *(array_out("rings." + name, x) for name, x in zip(Rings._fields, ring, strict=True)),
+        array_out("snapshots", snapshots) if rings is None else None,
+        array_out("conv_q", conv_q), array_out("conv_k", conv_k), array_out("conv_v", conv_v),
+        array_in("rows", rows), array_in("parents", parents), exact, update_state, null_from_zero, False, stream_handle(stream, x_q),
+    )  # fmt: skip
+    return out
+
+
+def decode(x_q, x_k, x_v, g, beta, A_log, dt_bias, state, slots, cu_seqlens=None, *, w_q=None, w_k=None, w_v=None, cs_q=None,
+           cs_k=None, cs_v=None, onorm_gate=None, onorm_weight=None, onorm_eps=None, lower_bound=None, softplus_beta=1.0,
+           softplus_threshold=20.0, scale=None, l2norm=True, round_before_norm=False, null_slot=-1, out=None,
+           stream=None):  # fmt: skip
+    """One token a request (or any number, with cu_seqlens: a prefill), in place: state and cs_* are advanced.
+
+    Arguments as in `verify`. Returns out [T, HV, V].
+    """
+    if out is None:
+        out = empty_like(x_v, tuple(x_v.shape))
+    function("kda_decode")(
+        *_step(True, x_q, x_k, x_v, w_q, w_k, w_v, cs_q, cs_k, cs_v, g, beta, A_log, dt_bias, state, slots, cu_seqlens, onorm_gate,
+               onorm_weight, onorm_eps, out, lower_bound, softplus_beta, softplus_threshold, scale, l2norm, round_before_norm,
+               null_slot),
+        stream_handle(stream, x_q),
+    )  # fmt: skip
+    return out
+
+
+def fold(state, rings, slots, accept, *, track=None, track_step=None, l2norm=True, null_slot=-1, stream=None):
+    """Replay the accepted tokens of each request from the rings into its state, in place.
+
+    state [pool, HV, V, K] and `Rings`; or all layers in one call: state and every ring with a leading layer dimension.
+    slots [N], <= null_slot is skipped; accept [N], tokens to commit with the bonus token, <= 0 is skipped, > L a ValueError.
+    track, track_step [N] (both or none): after token track_step[n] the state is also stored in slot track[n].
+    An accepted entry that no verify recorded is refused. Returns state.
+    """
+    _fold(0, state, rings, slots, accept, track, track_step, l2norm, null_slot, 0, 0, stream,
+          ("state", "rings.rawv", "rings.rawk", "rings.g", "rings.beta", "slots", "accept", "track", "track_step"))  # fmt: skip
+    return state
+
+
+def _fold(form, state, rings, slots, accept, track, track_step, l2norm, null_slot, max_cache_len, num_k_heads, stream, names):
+    arrays = [array_out(names[0], state)]
+    arrays += [array_in(name, x) for name, x in zip(names[1:], (*rings, slots, accept, track, track_step), strict=True)]
+    function("kda_fold")(*arrays, l2norm, null_slot, max_cache_len, num_k_heads, form, stream_handle(stream, state))
+
+
+def rollback_conv_windows(conv_pools, intermediate_windows, slots, last_correct_step, *, rows=None, track_slots=None, track_steps=None,
+                          stream=None):  # fmt: skip
+    """Commit the convolution's windows: ``pool[slots[n]] = windows[rows[n], last_correct_step[n]]`` for each pool.
+
+    conv_pools: a sequence of pools [pool, C, 3], one such pool, or an array with a leading dimension of pools; any strides.
+    intermediate_windows: likewise, [rows, steps, C, 3] each, what `verify` wrote.
+    slots, last_correct_step [N] (accepted tokens - 1): a negative one is skipped. rows [N]: row of a request, default its number.
+    track_slots, track_steps [N], both or none: a second copy, for a prefix cache.
+    """
+    pools, windows = _each(conv_pools, 3), _each(intermediate_windows, 4)
+    if len(pools) != len(windows):
+        raise ValueError(
+            f"rollback_conv_windows: intermediate_windows: expected one for each of the {len(pools)} conv_pools, got {len(windows)}."
+        )
+    import tvm_ffi
+
+    function("kda_rollback_conv_windows")(
+        [tvm_ffi.from_dlpack(array_out("conv_pools", x)) for x in pools],
+        [tvm_ffi.from_dlpack(array_in("intermediate_windows", x)) for x in windows],
+        array_in("slots", slots), array_in("last_correct_step", last_correct_step), array_in("rows", rows),
+        array_in("track_slots", track_slots), array_in("track_steps", track_steps),
+        stream_handle(stream, pools[0] if pools else slots),
+    )  # fmt: skip
+
+
+def _each(x, ndim):
+    """A sequence of arrays of `ndim` dimensions, from one, from several, or from an array of them."""
+    if hasattr(x, "shape"):
+        return [x] if len(x.shape) <= ndim else [x[i] for i in range(x.shape[0])]
+    return list(x)

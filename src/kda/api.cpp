@@ -1,0 +1,91 @@
+// Parameters -> check once -> Args -> the backend.
+#include <cstring>
+#include <initializer_list>
+#include <string>
+#include <utility>
+
+#include "core/dispatch.hpp"
+#include "kda/check.hpp"
+#include "specstate/kda.hpp"
+
+namespace specstate::kda {
+
+namespace {
+
+template <class Args>
+void dispatch(const char* op, Device device, const Args& args, Stream stream) {
+  if (device.type == DeviceType::kCuda) core::no_cuda(op);
+  cpu::run(args, stream);
+}
+
+/// Runs `f`; an error that names one of our arguments leaves under the name that the caller used.
+template <class F>
+void with_names(std::initializer_list<std::pair<const char*, const char*>> names, F&& f) {
+  try {
+    f();
+  } catch (const Error& e) {
+    std::string text = e.what();
+    for (const auto& [ours, theirs] : names) {
+      const std::string needle = std::string(": ") + ours + ": ";
+      if (const auto at = text.find(needle); at != std::string::npos) {
+        text.replace(at + 2, std::strlen(ours), theirs);
+        break;
+      }
+    }
+    throw Error(e.kind(), text);
+  }
+}
+
+void commit(const CommitParams& params, const char* op, int state_dims, Stream stream) {
+  with_names({{"state", "checkpoint_state"}, {"rings.rawv", "rawv_cache"}, {"rings.rawk", "rawk_cache"}, {"rings.g", "gk_cache"},
+              {"rings.beta", "beta_cache"}, {"slots", "ssm_state_indices"}, {"accept", "accept_lens"}, {"track", "mamba_track_indices"},
+              {"track_step", "mamba_steps_to_track"}},
+             [&] {
+               check_commit_contract(params, op, state_dims);
+               const FoldArgs args = check(params, op);
+               dispatch(op, params.state.device, args, stream);
+             });
+}
+
+}  // namespace
+
+void verify(const VerifyParams& params, Stream stream) {
+  const VerifyArgs args = check(params);
+  dispatch("verify", params.x_q.device, args, stream);
+}
+
+void decode(const DecodeParams& params, Stream stream) {
+  const VerifyArgs args = check(params);
+  dispatch("decode", params.x_q.device, args, stream);
+}
+
+void fold(const FoldParams& params, Stream stream) {
+  const FoldArgs args = check(params);
+  dispatch("fold", params.state.device, args, stream);
+}
+
+void rollback_conv_windows(const RollbackConvWindowsParams* params, std::int64_t count, Stream stream) {
+  const std::vector<RollbackArgs> all = check(params, count);
+  for (std::int64_t i = 0; i < count; ++i) dispatch("rollback_conv_windows", params[i].pool.device, all[static_cast<std::size_t>(i)], stream);
+}
+
+void fused_kda_decode_mtp_dspark(const VerifyParams& params, Stream stream) {
+  static constexpr const char* op = "fused_kda_decode_mtp_dspark";
+  with_names({{"state", "recurrent_state"}, {"snapshots", "intermediate_ssm"}, {"rows", "intermediate_state_indices"},
+              {"conv_q", "intermediate_conv_q"}, {"conv_k", "intermediate_conv_k"}, {"conv_v", "intermediate_conv_v"},
+              {"slots", "ssm_state_indices"}, {"rings.rawv", "replayssm_rawv"}, {"rings.rawk", "replayssm_rawk"},
+              {"rings.g", "replayssm_g"}, {"rings.beta", "replayssm_beta"}},
+             [&] {
+               check_fused_contract(params);
+               const VerifyArgs args = check(params, op);
+               dispatch(op, params.x_q.device, args, stream);
+             });
+}
+
+void commit_kda_replayssm_spec(const CommitParams& params, Stream stream) { commit(params, "commit_kda_replayssm_spec", 4, stream); }
+
+void commit_kda_replayssm_spec_all_layers(const CommitParams& params, Stream stream) {
+  commit(params, "commit_kda_replayssm_spec_all_layers", 5, stream);
+}
+
+}  // namespace specstate::kda

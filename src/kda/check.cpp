@@ -1,0 +1,595 @@
+#include "kda/check.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <string>
+#include <tuple>
+
+#include "core/match.hpp"
+#include "kda/layout.hpp"
+
+namespace specstate::kda {
+
+using core::Checker;
+using core::Dim;
+using core::load_index;
+using core::Sym;
+
+namespace {
+
+constexpr std::int64_t kTaps = 4, kWindow = 3;
+
+bool on_cpu(const TensorView& t) { return t.device.type == DeviceType::kCpu; }
+
+Array array(const TensorView& t) {
+  Array a;
+  if (!t.given()) return a;
+  static float nothing;  // a given tensor without elements stays "given"
+  a.data = t.data ? t.data : &nothing;
+  a.bf16 = t.dtype == DType::kBFloat16;
+  for (int i = 0; i < std::min(t.ndim, 5); ++i) a.stride[i] = t.strides[i];
+  return a;
+}
+
+std::string text(double x) {
+  std::string s = std::to_string(x);
+  return s;
+}
+
+/// [.., n*k] as [.., n, k], without copying.
+TensorView split_last(const TensorView& t, std::int64_t n, std::int64_t k) {
+  TensorView r = t;
+  r.ndim = t.ndim + 1;
+  r.sizes[t.ndim - 1] = n;
+  r.sizes[t.ndim] = k;
+  r.strides[t.ndim - 1] = t.strides[t.ndim - 1] * k;
+  r.strides[t.ndim] = t.strides[t.ndim - 1];
+  return r;
+}
+
+/// Slots, lengths and other counts of a call's requests, read once.
+void check_index(Checker& check, const char* name, const TensorView& t, Sym& n) {
+  check.arg(name, t).required().dtype({DType::kInt32, DType::kInt64}).shape({n}).same_device();
+}
+
+void all_or_none(const Checker& check, std::initializer_list<std::pair<const char*, bool>> given) {
+  bool any = false;
+  for (const auto& g : given) any = any || g.second;
+  for (const auto& g : given)
+    check.require(g.second || !any, g.first, std::string("to be given together with ") + (g.first == given.begin()->first ? (given.end() - 1)->first : given.begin()->first), "none");
+}
+
+void no_overlap(const Checker& check, const char* name, const TensorView& out, std::initializer_list<std::pair<const char*, const TensorView*>> others) {
+  for (const auto& [other, t] : others)
+    check.require(!core::may_overlap(out, *t), name, "memory of its own", std::string("memory that overlaps ") + other);
+}
+
+/// The recurrent state: dense inside a slot, a slot pitch of whole 16 bytes.
+void check_state(Checker& check, const char* name, const TensorView& t, int slot_dim) {
+  check.arg(name, t).inner_contiguous(3).aligned(16);
+  check.require(t.sizes[slot_dim] <= 1 || t.strides[slot_dim] % 4 == 0, name, "a slot pitch that is a multiple of 4 elements",
+                "stride " + std::to_string(t.strides[slot_dim]));
+}
+
+void check_head_dim(const Checker& check, const char* name, const char* what, std::int64_t n) {
+  check.require(n == 64 || n == 128, name, std::string(what) + " of 64 or 128", std::to_string(n));
+}
+
+class SeenOnce {
+ public:
+  SeenOnce(const Checker& check, const char* name, const char* what) : check_(check), name_(name), what_(what) {}
+  void add(std::int64_t id) { ids_.push_back(id); }
+  void finish() {
+    std::sort(ids_.begin(), ids_.end());
+    const auto twice = std::adjacent_find(ids_.begin(), ids_.end());
+    if (twice != ids_.end()) check_.fail(name_, what_, std::to_string(*twice) + " twice");
+  }
+
+ private:
+  const Checker& check_;
+  const char* name_;
+  const char* what_;
+  std::vector<std::int64_t> ids_;
+};
+
+/// One place for what verify and decode share. After it `a` holds everything but the outputs of verify.
+struct StepCheck {
+  StepCheck(Checker& c, const StepParams& params, VerifyArgs& args) : check(c), p(params), a(args) {}
+  Checker& check;
+  const StepParams& p;
+  VerifyArgs& a;
+  DType act = DType::kFloat32;
+  bool leading = false;
+  Sym T{"T"}, H{"H"}, K{"K"}, HV{"HV"}, V{"V"}, N{"N"}, pool{"pool"};
+  TensorView x_q, x_k, x_v, g, beta, gate, out;
+
+  /// Drops the leading 1 of [1, T, ...] where x_q has it.
+  TensorView packed(const char* name, const TensorView& t) const {
+    if (!leading || !t.given()) return t;
+    check.require(t.ndim >= 1 && t.sizes[0] == 1, name, "a leading dimension of 1, as x_q has", "shape " + shape_text(t));
+    return t[0];
+  }
+
+  void tensors() {
+    const std::initializer_list<DType> floats = {DType::kBFloat16, DType::kFloat32};
+    check.arg("x_q", p.x_q).required().dtype(floats);
+    act = p.x_q.dtype;
+    leading = p.x_q.ndim == 4;
+    x_q = packed("x_q", p.x_q), x_k = packed("x_k", p.x_k), x_v = packed("x_v", p.x_v);
+    g = packed("g", p.g), beta = packed("beta", p.beta), gate = packed("onorm_gate", p.onorm_gate), out = packed("out", p.out);
+    check.arg("x_q", x_q).shape({T, H, K}).same_device().inner_contiguous(1);
+    check.arg("x_k", x_k).required().dtype(act).shape({T, H, K}).same_device().inner_contiguous(1);
+    check.arg("x_v", x_v).required().dtype(act).shape({T, HV, V}).same_device().inner_contiguous(1);
+    check_head_dim(check, "x_q", "a head dimension K", K);
+    check_head_dim(check, "x_v", "a head dimension V", V);
+    check.require(H >= 1, "x_q", "at least one head", "shape " + shape_text(x_q));
+    check.require(HV >= 1 && HV % H == 0, "x_v", "a number of heads that is a multiple of H=" + std::to_string(H), std::to_string(HV));
+
+    all_or_none(check, {{"w_q", p.w_q.given()}, {"w_k", p.w_k.given()}, {"w_v", p.w_v.given()},
+                        {"cs_q", p.cs_q.given()}, {"cs_k", p.cs_k.given()}, {"cs_v", p.cs_v.given()}});
+    check.arg("w_q", p.w_q).dtype(DType::kFloat32).shape({H * K, kTaps}).same_device();
+    check.arg("w_k", p.w_k).dtype(DType::kFloat32).shape({H * K, kTaps}).same_device();
+    check.arg("w_v", p.w_v).dtype(DType::kFloat32).shape({HV * V, kTaps}).same_device();
+
+    check.arg("g", g).required().dtype(floats).same_device();
+    a.scalar_gate = g.ndim == 2 && g.sizes[1] == HV;
+    if (!a.scalar_gate && g.ndim == 2 && g.sizes[1] == HV * K) g = split_last(g, HV, K);
+    if (a.scalar_gate)
+      check.arg("g", g).shape({T, HV});
+    else
+      check.arg("g", g).shape({T, HV, K}).inner_contiguous(1);
+    check.arg("beta", beta).required().dtype(floats).shape({T, HV}).same_device();
+    check.arg("A_log", p.A_log).required().dtype(DType::kFloat32).shape({HV}).same_device();
+    TensorView bias = p.dt_bias;
+    check.arg("dt_bias", bias).required().dtype(DType::kFloat32).same_device();
+    if (a.scalar_gate) {
+      check.arg("dt_bias", bias).shape({HV});
+    } else {
+      if (bias.ndim == 1 && bias.sizes[0] == HV * K) bias = split_last(bias, HV, K);
+      check.arg("dt_bias", bias).shape({HV, K});
+    }
+
+    check.arg("state", p.state).required().dtype({DType::kFloat32, DType::kBFloat16}).shape({pool, HV, V, K}).same_device();
+    check_state(check, "state", p.state, 0);
+    for (const auto& [name, t, channels] : {std::tuple<const char*, const TensorView*, std::int64_t>{"cs_q", &p.cs_q, H * K}, {"cs_k", &p.cs_k, H * K}, {"cs_v", &p.cs_v, HV * V}})
+      check.arg(name, *t).dtype(act).shape({Dim::at_least(pool, "pool"), channels, kWindow}).same_device();
+
+    check_index(check, "slots", p.slots, N);
+    if (p.cu_seqlens.given()) {
+      check.arg("cu_seqlens", p.cu_seqlens).dtype({DType::kInt32, DType::kInt64}).shape({N + 1}).same_device();
+    }
+
+    all_or_none(check, {{"onorm_gate", p.onorm_gate.given()}, {"onorm_weight", p.onorm_weight.given()}, {"onorm_eps", p.onorm_eps.has_value()}});
+    check.arg("onorm_gate", gate).dtype(floats).shape({T, HV, V}).same_device().inner_contiguous(1);
+    check.arg("onorm_weight", p.onorm_weight).dtype(DType::kFloat32).shape({V}).same_device();
+    if (p.onorm_eps)
+      check.require(std::isfinite(*p.onorm_eps) && *p.onorm_eps >= 0, "onorm_eps", "a finite number >= 0", text(*p.onorm_eps));
+    if (p.lower_bound)
+      check.require(std::isfinite(*p.lower_bound) && *p.lower_bound < 0, "lower_bound", "a finite number < 0", text(*p.lower_bound));
+    if (p.scale) check.require(std::isfinite(*p.scale) && *p.scale > 0, "scale", "a finite number > 0", text(*p.scale));
+    check.require(std::isfinite(p.softplus_beta) && p.softplus_beta > 0, "softplus_beta", "a finite number > 0", text(p.softplus_beta));
+    check.require(!std::isnan(p.softplus_threshold), "softplus_threshold", "a number", text(p.softplus_threshold));
+
+    check.arg("out", out).required().dtype(act).shape({T, HV, V}).same_device().inner_contiguous(1).no_self_overlap();
+    no_overlap(check, "out", out,
+               {{"x_q", &x_q}, {"x_k", &x_k}, {"x_v", &x_v}, {"w_q", &p.w_q}, {"w_k", &p.w_k}, {"w_v", &p.w_v}, {"cs_q", &p.cs_q},
+                {"cs_k", &p.cs_k}, {"cs_v", &p.cs_v}, {"g", &g}, {"beta", &beta}, {"A_log", &p.A_log}, {"dt_bias", &p.dt_bias},
+                {"state", &p.state}, {"onorm_gate", &gate}, {"onorm_weight", &p.onorm_weight}});
+
+    a.q = {array(x_q), array(p.w_q), array(p.cs_q), {}};
+    a.k = {array(x_k), array(p.w_k), array(p.cs_k), {}};
+    a.v = {array(x_v), array(p.w_v), array(p.cs_v), {}};
+    a.g = array(g), a.beta = array(beta), a.a_log = array(p.A_log), a.dt_bias = array(bias), a.state = array(p.state);
+    a.gate = array(gate), a.norm_weight = array(p.onorm_weight), a.out = array(out);
+    a.T = T, a.H = H, a.HV = HV, a.K = K, a.V = V;
+    a.safe_gate = p.lower_bound.has_value();
+    a.lower_bound = static_cast<float>(p.lower_bound.value_or(0));
+    a.softplus_beta = static_cast<float>(p.softplus_beta), a.softplus_threshold = static_cast<float>(p.softplus_threshold);
+    a.scale = static_cast<float>(p.scale.value_or(1.0 / std::sqrt(static_cast<double>(K.value()))));
+    a.norm_eps = static_cast<float>(p.onorm_eps.value_or(0));
+    a.l2norm = p.l2norm, a.round_before_norm = p.round_before_norm;
+  }
+
+  /// Slots and lengths; `longest` is the most tokens that a request may have.
+  void requests() {
+    a.tokens_end = p.cu_seqlens.given() ? load_index(p.cu_seqlens, 0) : 0;
+    check.require(a.tokens_end == 0, "cu_seqlens", "0 as its first entry", std::to_string(a.tokens_end));
+    a.requests.reserve(static_cast<std::size_t>(N.value()));
+    for (std::int64_t r = 0; r < N; ++r) {
+      const std::int64_t slot = load_index(p.slots, r);
+      check.require(slot <= p.null_slot || (slot >= 0 && slot < pool), "slots",
+                    "slots below pool=" + std::to_string(pool) + ", or <= " + std::to_string(p.null_slot) + " for padding",
+                    std::to_string(slot) + " at " + std::to_string(r));
+      const std::int64_t end = p.cu_seqlens.given() ? load_index(p.cu_seqlens, r + 1) : a.tokens_end + 1;
+      check.require(end >= a.tokens_end && end <= T, "cu_seqlens",
+                    "entries that never decrease and stay within T=" + std::to_string(T), std::to_string(end) + " at " + std::to_string(r + 1));
+      a.requests.push_back({slot <= p.null_slot ? -1 : slot, -1, a.tokens_end, end - a.tokens_end});
+      a.tokens_end = end;
+    }
+  }
+
+  std::int64_t longest() const {
+    std::int64_t n = 0;
+    for (const Request& r : a.requests) n = std::max(n, r.tokens);
+    return n;
+  }
+};
+
+/// A window tensor may hold every input once: [.., step, .., tap] on one stride, since entry (step, tap) is input step - 2 + tap.
+TensorView distinct_inputs(const TensorView& t) {
+  if (t.ndim != 4 || t.strides[1] != t.strides[3]) return t;
+  TensorView r = t;
+  r.ndim = 3;
+  r.sizes[1] = t.sizes[1] + kWindow - 1;
+  return r;
+}
+
+void check_rings(Checker& check, const Rings& r, DType act, bool scalar_gate, int layer_dims, Sym& layers, Sym& slots, Sym& HV, Sym& H,
+                 Sym& L, Sym& V, Sym& K, bool writes) {
+  const auto shape = [&](const char* name, const TensorView& t, DType dtype, Sym& heads, Sym* channels) {
+    core::ArgCheck c = check.arg(name, t);
+    c.required().dtype(dtype);
+    if (layer_dims && channels)
+      c.shape({layers, slots, heads, L, *channels});
+    else if (layer_dims)
+      c.shape({layers, slots, heads, L});
+    else if (channels)
+      c.shape({slots, heads, L, *channels});
+    else
+      c.shape({slots, heads, L});
+    c.same_device();
+    if (channels) c.inner_contiguous(1);
+    if (writes) c.no_self_overlap();
+  };
+  shape("rings.rawv", r.rawv, act, HV, &V);
+  shape("rings.rawk", r.rawk, act, H, &K);
+  shape("rings.g", r.g, DType::kFloat32, HV, scalar_gate ? nullptr : &K);
+  shape("rings.beta", r.beta, DType::kFloat32, HV, nullptr);
+}
+
+}  // namespace
+
+VerifyArgs check(const VerifyParams& p, const char* op) {
+  Checker check(op);
+  VerifyArgs a{};
+  StepCheck step(check, p, a);
+  step.tensors();
+  check.arg("cu_seqlens", p.cu_seqlens).required();
+
+  const Rings& r = p.rings;
+  all_or_none(check, {{"rings.rawv", r.rawv.given()}, {"rings.rawk", r.rawk.given()}, {"rings.g", r.g.given()}, {"rings.beta", r.beta.given()}});
+  const bool rings = r.rawv.given();
+  if (rings) {
+    Sym layers("layers"), slots("slots"), L("L");
+    check_rings(check, r, step.act, a.scalar_gate, 0, layers, slots, step.HV, step.H, L, step.V, step.K, true);
+    check.require(slots >= step.pool, "rings.rawv", "at least pool=" + std::to_string(step.pool) + " slots", std::to_string(slots));
+    a.L = L;
+    a.rawv = array(r.rawv), a.rawk = array(r.rawk), a.ring_g = array(r.g), a.ring_beta = array(r.beta);
+  }
+  Sym rows("rows"), steps("steps");
+  if (p.snapshots.given() && !rings) {
+    check.arg("snapshots", p.snapshots).dtype(p.state.dtype).shape({rows, steps, step.HV, step.V, step.K}).same_device().inner_contiguous(2).no_self_overlap();
+    a.snapshots = array(p.snapshots);
+  }
+  all_or_none(check, {{"conv_q", p.conv_q.given()}, {"conv_k", p.conv_k.given()}, {"conv_v", p.conv_v.given()}});
+  if (p.conv_q.given()) {
+    check.require(p.w_q.given(), "conv_q", "the convolution's w_* and cs_* with it", "none");
+    for (const auto& [name, t, channels, channel] : {std::tuple<const char*, const TensorView*, std::int64_t, Channel*>{"conv_q", &p.conv_q, step.H * step.K, &a.q},
+                                                     {"conv_k", &p.conv_k, step.H * step.K, &a.k},
+                                                     {"conv_v", &p.conv_v, step.HV * step.V, &a.v}}) {
+      check.arg(name, *t).dtype(step.act).shape({rows, Dim::any("steps"), channels, kWindow}).same_device();
+      check.arg(name, distinct_inputs(*t)).no_self_overlap();
+      channel->windows = array(*t);
+    }
+  }
+  const std::initializer_list<std::pair<const char*, const TensorView*>> outputs = {
+      {"out", &step.out}, {"rings.rawv", &r.rawv}, {"rings.rawk", &r.rawk}, {"rings.g", &r.g}, {"rings.beta", &r.beta},
+      {"snapshots", rings ? nullptr : &p.snapshots}, {"conv_q", &p.conv_q}, {"conv_k", &p.conv_k}, {"conv_v", &p.conv_v}};
+  for (auto o = outputs.begin(); o != outputs.end(); ++o) {
+    if (!o->second || !o->second->given()) continue;
+    if (o != outputs.begin())
+      no_overlap(check, o->first, *o->second,
+                 {{"x_q", &step.x_q}, {"x_k", &step.x_k}, {"x_v", &step.x_v}, {"w_q", &p.w_q}, {"w_k", &p.w_k}, {"w_v", &p.w_v},
+                  {"cs_q", &p.cs_q}, {"cs_k", &p.cs_k}, {"cs_v", &p.cs_v}, {"g", &step.g}, {"beta", &step.beta}, {"A_log", &p.A_log},
+                  {"dt_bias", &p.dt_bias}, {"state", &p.state}, {"onorm_gate", &step.gate}, {"onorm_weight", &p.onorm_weight}});
+    for (auto other = outputs.begin(); other != o; ++other)
+      if (other->second) no_overlap(check, o->first, *o->second, {*other});
+  }
+  check.arg("rows", p.rows).dtype({DType::kInt32, DType::kInt64}).shape({Dim::at_least(step.N, "N")}).same_device();
+  check.arg("parents", p.parents).dtype({DType::kInt32, DType::kInt64}).shape({Dim::at_least(step.N, "N"), Dim::any("tokens")}).same_device();
+  check.require(!(p.update_state && p.parents.given()), "update_state", "a chain (no parents)", "a tree");
+  if (p.update_state) check.arg("state", p.state).no_self_overlap();
+  a.update_state = p.update_state;
+  a.null_from_zero = p.null_from_zero;
+  if (!on_cpu(p.x_q)) return a;
+
+  step.requests();
+  const bool uses_rows = a.snapshots || a.q.windows;
+  SeenOnce slots_once(check, "slots", "each slot at most once where rings or the state are written");
+  SeenOnce rows_once(check, "rows", "each row of snapshots and conv windows at most once");
+  for (std::size_t i = 0; i < a.requests.size(); ++i) {
+    Request& q = a.requests[i];
+    if (uses_rows && (q.slot >= 0 || (p.null_from_zero && a.snapshots))) {
+      q.row = p.rows.given() ? load_index(p.rows, static_cast<std::int64_t>(i)) : static_cast<std::int64_t>(i);
+      const bool none = q.slot < 0 && q.row < 0;  // a row from zero need not have snapshots
+      if (none) q.row = -1;
+      check.require(none || (q.row >= 0 && q.row < rows), "rows", "rows below " + std::to_string(rows),
+                    std::to_string(q.row) + " at " + std::to_string(i));
+      if (q.tokens > 0 && !none) rows_once.add(q.row);
+    }
+    if (q.tokens == 0 || q.slot < 0) continue;
+    if (rings || p.update_state) slots_once.add(q.slot);
+  }
+  slots_once.finish();
+  rows_once.finish();
+  const std::int64_t longest = step.longest();
+  const std::string needed = "at least " + std::to_string(longest) + " steps, the tokens of the longest request";
+  if (a.snapshots) check.require(steps >= longest, "snapshots", needed, std::to_string(steps));
+  for (const auto& [name, t] : {std::pair{"conv_q", &p.conv_q}, {"conv_k", &p.conv_k}, {"conv_v", &p.conv_v}})
+    if (t->given()) check.require(t->sizes[1] >= longest, name, needed, std::to_string(t->sizes[1]));
+  if (p.parents.given()) {
+    check.require(p.parents.sizes[1] >= longest, "parents", "at least " + std::to_string(longest) + " columns, the tokens of the longest request",
+                  std::to_string(p.parents.sizes[1]));
+    a.parents.assign(static_cast<std::size_t>(a.T), -1);
+    for (std::size_t i = 0; i < a.requests.size(); ++i)
+      for (std::int64_t t = 0; t < a.requests[i].tokens; ++t) {
+        const std::int64_t parent = load_index(p.parents[static_cast<std::int64_t>(i)], t);
+        if (a.requests[i].slot < 0 && !p.null_from_zero) continue;  // padding: may hold anything
+        check.require(parent < t, "parents", "a parent before its child",
+                      std::to_string(parent) + " for token " + std::to_string(t) + " of request " + std::to_string(i));
+        a.parents[static_cast<std::size_t>(a.requests[i].begin + t)] = static_cast<std::int32_t>(std::max<std::int64_t>(parent, -1));
+      }
+  }
+  return a;
+}
+
+VerifyArgs check(const DecodeParams& p, const char* op) {
+  Checker check(op);
+  VerifyArgs a{};
+  StepCheck step(check, p, a);
+  step.tensors();
+  if (!p.cu_seqlens.given())
+    check.require(step.N == step.T, "slots", "one entry a token (T=" + std::to_string(step.T) + ") where cu_seqlens is not given",
+                  std::to_string(step.N));
+  check.arg("state", p.state).no_self_overlap();
+  for (const auto& [name, t] : {std::pair{"cs_q", &p.cs_q}, {"cs_k", &p.cs_k}, {"cs_v", &p.cs_v}}) check.arg(name, *t).no_self_overlap();
+  for (const auto& [name, t] : {std::pair{"state", &p.state}, {"cs_q", &p.cs_q}, {"cs_k", &p.cs_k}, {"cs_v", &p.cs_v}})
+    no_overlap(check, name, *t,
+               {{"x_q", &step.x_q}, {"x_k", &step.x_k}, {"x_v", &step.x_v}, {"w_q", &p.w_q}, {"w_k", &p.w_k}, {"w_v", &p.w_v},
+                {"g", &step.g}, {"beta", &step.beta}, {"A_log", &p.A_log}, {"dt_bias", &p.dt_bias}, {"onorm_gate", &step.gate},
+                {"onorm_weight", &p.onorm_weight}});
+  no_overlap(check, "cs_q", p.cs_q, {{"state", &p.state}, {"cs_k", &p.cs_k}, {"cs_v", &p.cs_v}});
+  no_overlap(check, "cs_k", p.cs_k, {{"state", &p.state}, {"cs_v", &p.cs_v}});
+  no_overlap(check, "cs_v", p.cs_v, {{"state", &p.state}});
+  a.update_state = true;
+  a.update_windows = p.w_q.given();
+  if (!on_cpu(p.x_q)) return a;
+
+  step.requests();
+  SeenOnce once(check, "slots", "each slot at most once");
+  for (const Request& r : a.requests)
+    if (r.slot >= 0 && r.tokens > 0) once.add(r.slot);
+  once.finish();
+  return a;
+}
+
+namespace {
+
+/// Refuses an accepted entry that no verify has recorded: beta is a sigmoid, so never NaN, and an entry of only zeros has no gate.
+void check_recorded(const Checker& check, const FoldArgs& a) {
+  for (std::int64_t layer = 0; layer < a.layers; ++layer)
+    for (const FoldRequest& r : a.requests)
+      for (std::int64_t t = 0; t < r.tokens; ++t) {
+        bool blank = true;
+        for (std::int64_t h = 0; h < a.HV; ++h) {
+          const float beta = load(a.ring_beta, at(a.ring_beta, layer, r.slot, h, t));
+          check.require(!std::isnan(beta), "rings.beta", "recorded values for the accepted tokens (verify in ring mode comes first)",
+                        "nan in slot " + std::to_string(r.slot) + ", entry " + std::to_string(t));
+          blank = blank && beta == 0;
+        }
+        for (std::int64_t h = 0; h < a.HV && blank; ++h)
+          for (std::int64_t d = 0; d < (a.scalar_gate ? 1 : a.K) && blank; ++d)
+            blank = load(a.ring_g, at(a.ring_g, layer, r.slot, h, t, d)) == 0;
+        for (std::int64_t h = 0; h < a.H && blank; ++h)
+          for (std::int64_t d = 0; d < a.K && blank; ++d) blank = load(a.rawk, at(a.rawk, layer, r.slot, h, t, d)) == 0;
+        check.require(!blank, "rings.beta", "recorded values for the accepted tokens (verify in ring mode comes first)",
+                      "only zeros in slot " + std::to_string(r.slot) + ", entry " + std::to_string(t));
+      }
+}
+
+/// The same tensor with a leading layer dimension.
+TensorView layered(const TensorView& t, bool has) {
+  if (has || !t.given() || t.ndim >= kMaxDims) return t;
+  TensorView r = t;
+  r.ndim = t.ndim + 1;
+  for (int i = t.ndim; i > 0; --i) r.sizes[i] = t.sizes[i - 1], r.strides[i] = t.strides[i - 1];
+  r.sizes[0] = 1;
+  r.strides[0] = 0;
+  return r;
+}
+
+}  // namespace
+
+FoldArgs check(const FoldParams& p, const char* op) {
+  Checker check(op);
+  FoldArgs a{};
+  check.arg("state", p.state).required().dtype({DType::kFloat32, DType::kBFloat16}).same_device();
+  const bool has_layers = p.state.ndim == 5;
+  Sym layers("layers"), pool("pool"), HV("HV"), V("V"), K("K"), H("H"), L("L"), slots("slots"), N("N");
+  if (has_layers)
+    check.arg("state", p.state).shape({layers, pool, HV, V, K});
+  else
+    check.arg("state", p.state).shape({pool, HV, V, K});
+  check_head_dim(check, "state", "a head dimension K", K);
+  check_head_dim(check, "state", "a head dimension V", V);
+  check_state(check, "state", p.state, has_layers ? 1 : 0);
+  check.arg("state", p.state).no_self_overlap();
+  if (has_layers)
+    check.require(layers <= 1 || p.state.strides[0] % 4 == 0, "state", "a layer pitch that is a multiple of 4 elements",
+                  "stride " + std::to_string(p.state.strides[0]));
+  check.arg("rings.rawv", p.rings.rawv).required().dtype({DType::kBFloat16, DType::kFloat32});
+  a.scalar_gate = p.rings.g.given() && p.rings.g.ndim == (has_layers ? 4 : 3);
+  check_rings(check, p.rings, p.rings.rawv.dtype, a.scalar_gate, has_layers ? 1 : 0, layers, slots, HV, H, L, V, K, false);
+  check.require(H >= 1 && HV % H == 0, "rings.rawk", "a number of heads that divides HV=" + std::to_string(HV), std::to_string(H));
+  check.require(slots >= pool, "rings.rawv", "at least pool=" + std::to_string(pool) + " slots", std::to_string(slots));
+  no_overlap(check, "state", p.state, {{"rings.rawv", &p.rings.rawv}, {"rings.rawk", &p.rings.rawk}, {"rings.g", &p.rings.g}, {"rings.beta", &p.rings.beta}});
+  check_index(check, "slots", p.slots, N);
+  check_index(check, "accept", p.accept, N);
+  all_or_none(check, {{"track", p.track.given()}, {"track_step", p.track_step.given()}});
+  if (p.track.given()) {
+    check_index(check, "track", p.track, N);
+    check_index(check, "track_step", p.track_step, N);
+  }
+  a.state = array(layered(p.state, has_layers));
+  a.rawv = array(layered(p.rings.rawv, has_layers)), a.rawk = array(layered(p.rings.rawk, has_layers));
+  a.ring_g = array(layered(p.rings.g, has_layers)), a.ring_beta = array(layered(p.rings.beta, has_layers));
+  a.layers = has_layers ? layers.value() : 1;
+  a.H = H, a.HV = HV, a.K = K, a.V = V;
+  a.l2norm = p.l2norm;
+  if (!on_cpu(p.state)) return a;
+
+  SeenOnce once(check, "slots", "slots and track slots that are written at most once");
+  const std::string range = "slots below pool=" + std::to_string(pool) + ", or <= " + std::to_string(p.null_slot) + " to skip";
+  for (std::int64_t i = 0; i < N; ++i) {
+    const std::int64_t slot = load_index(p.slots, i), accept = load_index(p.accept, i);
+    check.require(slot <= p.null_slot || (slot >= 0 && slot < pool), "slots", range, std::to_string(slot) + " at " + std::to_string(i));
+    const bool padding = slot <= p.null_slot;
+    check.require(padding || accept <= L, "accept", "at most L=" + std::to_string(L) + " tokens", std::to_string(accept) + " at " + std::to_string(i));
+    if (padding || accept <= 0) continue;
+    FoldRequest r{slot, accept, -1, -1};
+    if (p.track.given()) {
+      const std::int64_t track = load_index(p.track, i), at_step = load_index(p.track_step, i);
+      check.require(track <= p.null_slot || (track >= 0 && track < pool), "track", range, std::to_string(track) + " at " + std::to_string(i));
+      if (track > p.null_slot && at_step >= 0 && at_step < accept) {
+        r.track = track, r.track_step = at_step;
+        once.add(track);
+      }
+    }
+    once.add(slot);
+    a.requests.push_back(r);
+  }
+  once.finish();
+  check_recorded(check, a);
+  return a;
+}
+
+std::vector<RollbackArgs> check(const RollbackConvWindowsParams* params, std::int64_t count) {
+  std::vector<RollbackArgs> all;
+  for (std::int64_t i = 0; i < count; ++i) {
+    const RollbackConvWindowsParams& p = params[i];
+    Checker check("rollback_conv_windows");
+    Sym pool("pool"), C("C"), rows("rows"), steps("steps"), N("N");
+    check.arg("conv_pools", p.pool).required().dtype({DType::kBFloat16, DType::kFloat32}).shape({pool, C, kWindow}).same_device().no_self_overlap();
+    check.arg("intermediate_windows", p.windows).required().dtype(p.pool.dtype).shape({rows, steps, C, kWindow}).same_device();
+    no_overlap(check, "conv_pools", p.pool, {{"intermediate_windows", &p.windows}});
+    for (std::int64_t j = 0; j < i; ++j) no_overlap(check, "conv_pools", p.pool, {{"another pool", &params[j].pool}});
+    check_index(check, "slots", p.slots, N);
+    check_index(check, "last_correct_step", p.last_correct_step, N);
+    if (p.rows.given()) check.arg("rows", p.rows).dtype({DType::kInt32, DType::kInt64}).shape({Dim::at_least(N, "N")}).same_device();
+    all_or_none(check, {{"track_slots", p.track_slots.given()}, {"track_steps", p.track_steps.given()}});
+    if (p.track_slots.given()) {
+      check_index(check, "track_slots", p.track_slots, N);
+      check_index(check, "track_steps", p.track_steps, N);
+    }
+    RollbackArgs a{};
+    a.pool = array(p.pool), a.windows = array(p.windows);
+    a.channels = C;
+    if (on_cpu(p.pool)) {
+      SeenOnce once(check, "slots", "slots and track slots that are written at most once");
+      const auto add = [&](const char* slot_name, const char* step_name, std::int64_t n, std::int64_t slot, std::int64_t step) {
+        if (slot < 0 || step < 0) return;
+        const std::int64_t row = p.rows.given() ? load_index(p.rows, n) : n;
+        check.require(slot < pool, slot_name, "slots below pool=" + std::to_string(pool) + ", or < 0 to skip",
+                      std::to_string(slot) + " at " + std::to_string(n));
+        check.require(step < steps, step_name, "steps below " + std::to_string(steps) + ", or < 0 to skip",
+                      std::to_string(step) + " at " + std::to_string(n));
+        check.require(row >= 0 && row < rows, "rows", "rows below " + std::to_string(rows), std::to_string(row) + " at " + std::to_string(n));
+        once.add(slot);
+        a.copies.push_back({slot, row, step});
+      };
+      for (std::int64_t n = 0; n < N; ++n) {
+        add("slots", "last_correct_step", n, load_index(p.slots, n), load_index(p.last_correct_step, n));
+        if (p.track_slots.given()) add("track_slots", "track_steps", n, load_index(p.track_slots, n), load_index(p.track_steps, n));
+      }
+      once.finish();
+    }
+    all.push_back(std::move(a));
+  }
+  return all;
+}
+
+void check_fused_contract(const VerifyParams& p) {
+  const char* op = "fused_kda_decode_mtp_dspark";
+  Checker check(op);
+  const auto fail = [](const std::string& text) { core::throw_value(text); };
+  const auto shape_is = [](const TensorView& t, std::initializer_list<std::int64_t> want) {
+    return t.ndim == static_cast<int>(want.size()) && std::equal(want.begin(), want.end(), t.sizes);
+  };
+  const auto tail_is = [](const TensorView& t, int from, std::initializer_list<std::int64_t> want) {
+    return t.ndim == from + static_cast<int>(want.size()) && std::equal(want.begin(), want.end(), t.sizes + from);
+  };
+  check.arg("x_q", p.x_q).required().ndim(4);
+  for (const auto& [name, t] : {std::pair{"x_k", &p.x_k}, {"x_v", &p.x_v}, {"g", &p.g}, {"beta", &p.beta}, {"cu_seqlens", &p.cu_seqlens},
+                                {"state", &p.state}})
+    check.arg(name, *t).required();
+  const std::int64_t T = p.x_q.sizes[1], H = p.x_q.sizes[2], D = 128;
+  const std::string tokens = "(1, " + std::to_string(T) + ", " + std::to_string(H);
+  if (!shape_is(p.x_q, {1, T, H, D}) || !shape_is(p.x_k, {1, T, H, D})) fail("expected q/k shape " + tokens + ", 128)");
+  if (!shape_is(p.x_v, {1, T, H, D}) || !shape_is(p.g, {1, T, H, D})) fail("expected v/g shape " + tokens + ", 128)");
+  if (!shape_is(p.beta, {1, T, H})) fail("expected beta shape " + tokens + ")");
+  check.arg("cu_seqlens", p.cu_seqlens).ndim(1);
+  const std::int64_t N = p.cu_seqlens.sizes[0] - 1;
+  if (N <= 0 || T % N != 0 || T / N < 1)
+    fail("DSpARK KDA MTP requires a fixed 1 + num_spec dense tokens per request; got T=" + std::to_string(T) + ", N=" + std::to_string(N));
+  const std::int64_t W = T / N;
+  const TensorView& s = p.state;
+  if (!tail_is(s, 1, {H, D, D})) fail("expected recurrent state layout [pool, H, V=128, K=128]");
+  const bool placed = reinterpret_cast<std::uintptr_t>(s.data) % 16 == 0 || s.numel() == 0;
+  if (s.dtype != DType::kFloat32 || !s.inner_contiguous(3) || (s.sizes[0] > 1 && s.strides[0] % 4 != 0) || !placed)
+    fail("cp.async recurrent state requires fp32 contiguous [H, V, K] inner layout and 16-byte-aligned slot offsets");
+  const Rings& r = p.rings;
+  const bool any = r.rawv.given() || r.rawk.given() || r.g.given() || r.beta.given();
+  const bool all = r.rawv.given() && r.rawk.given() && r.g.given() && r.beta.given();
+  if (any && !all) fail("ReplaySSM requires all four replayssm_* rings");
+  const DType act = p.x_q.dtype;
+  if (all) {
+    const std::int64_t L = r.rawv.ndim == 4 ? r.rawv.sizes[2] : 0;
+    if (L < W || !tail_is(r.rawv, 1, {H, L, D}) || !tail_is(r.rawk, 1, {H, L, D}) || !tail_is(r.g, 1, {H, L, D}) || !tail_is(r.beta, 1, {H, L}))
+      fail("expected ReplaySSM ring layouts [slots, H=" + std::to_string(H) + ", L>=" + std::to_string(W) + ", 128] / [slots, H, L]");
+    // Float32 activations bring float32 rings: they hold what was used, without loss.
+    if (r.rawv.dtype != act || r.rawk.dtype != act || r.g.dtype != DType::kFloat32 || r.beta.dtype != DType::kFloat32)
+      fail("expected ReplaySSM ring dtypes rawv/rawk=bf16, g/beta=fp32");
+  } else if (!p.snapshots.given() || p.snapshots.ndim != 5 || p.snapshots.sizes[1] < W || !tail_is(p.snapshots, 2, {H, D, D})) {
+    fail("expected intermediate SSM layout [scratch, >=" + std::to_string(W) + ", H, V=128, K=128]");
+  }
+  const bool any_norm = p.onorm_gate.given() || p.onorm_weight.given() || p.onorm_eps.has_value();
+  if (any_norm) {
+    if (!p.onorm_gate.given() || !p.onorm_weight.given() || !p.onorm_eps)
+      fail("fused output norm requires onorm_gate, onorm_weight, and onorm_eps");
+    if (!shape_is(p.onorm_gate, {1, T, H, D})) fail("expected output-norm gate shape " + tokens + ", 128)");
+    if (!shape_is(p.onorm_weight, {D})) fail("expected output-norm weight shape (128,)");
+    if ((p.onorm_gate.dtype != DType::kBFloat16 && p.onorm_gate.dtype != DType::kFloat32) || p.onorm_weight.dtype != DType::kFloat32)
+      fail("expected output-norm gate=bf16 and weight=fp32");
+  }
+  // From here on what sglang leaves unchecked; `check` does the rest.
+  for (const auto& [name, t] : {std::pair{"w_q", &p.w_q}, {"w_k", &p.w_k}, {"w_v", &p.w_v}, {"cs_q", &p.cs_q}, {"cs_k", &p.cs_k},
+                                {"cs_v", &p.cs_v}, {"conv_q", &p.conv_q}, {"conv_k", &p.conv_k},
+                                {"conv_v", &p.conv_v}, {"rows", &p.rows}, {"slots", &p.slots}})
+    check.arg(name, *t).required();
+  check.require(p.lower_bound.has_value(), "lower_bound", "a finite number < 0", "none");
+  for (const auto& [name, t] : {std::pair{"conv_q", &p.conv_q}, {"conv_k", &p.conv_k}, {"conv_v", &p.conv_v}})
+    check.arg(name, *t).shape({Dim::any("scratch"), Dim::at_least(W, "steps"), H * D, kWindow});
+}
+
+void check_commit_contract(const CommitParams& p, const char* op, int state_dims) {
+  Checker check(op);
+  check.arg("state", p.state).required().ndim(state_dims);
+  check.arg("rings.rawv", p.rings.rawv).required().ndim(state_dims);
+  check.arg("rings.rawk", p.rings.rawk).required().ndim(state_dims);
+  const std::int64_t L = p.rings.rawv.size(-2), H = p.rings.rawk.size(-3);
+  check.require(p.max_cache_len == L, "max_cache_len", "the rings' length " + std::to_string(L), std::to_string(p.max_cache_len));
+  check.require(p.num_k_heads == H, "num_k_heads", "the rings' key heads " + std::to_string(H), std::to_string(p.num_k_heads));
+}
+
+}  // namespace specstate::kda

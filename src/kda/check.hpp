@@ -1,0 +1,17 @@
+#pragma once
+#include "kda/args.hpp"
+#include "specstate/kda.hpp"
+
+namespace specstate::kda {
+
+/// The one complete check of a call; throws before anything is written. `op` is the name in error texts.
+VerifyArgs check(const VerifyParams& params, const char* op = "verify");
+VerifyArgs check(const DecodeParams& params, const char* op = "decode");
+FoldArgs check(const FoldParams& params, const char* op = "fold");
+std::vector<RollbackArgs> check(const RollbackConvWindowsParams* params, std::int64_t count);
+
+/// sglang's own checks, in its order and with its texts; shapes and dtypes only. They come before `check`.
+void check_fused_contract(const VerifyParams& params);
+void check_commit_contract(const CommitParams& params, const char* op, int state_dims);
+
+}  // namespace specstate::kda

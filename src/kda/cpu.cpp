@@ -1,0 +1,672 @@
+// KDA on the CPU. Verify, decode and fold share one recurrence (`Recur`): the same instructions for a token whichever of them runs it.
+//
+// Row-invariance: every sum over a head's channels is taken in 16 running lanes (channel c belongs to lane c mod 16) that are added in
+// one fixed tree, on every vector width; head dims are multiples of 16, so there are no tails. A value row of the state depends only
+// on its own past and on the tokens' k, q, decay, so the state is walked in blocks of 8 rows that stay in L1 for all tokens.
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "kda/cpu.cpp"
+// Scalable vectors cannot be array elements; their machines run the NEON code.
+#define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV | HWY_SSSE3)
+#include "hwy/foreach_target.h"
+// clang-format off
+#include "hwy/highway.h"
+#include "hwy/contrib/math/math-inl.h"
+// clang-format on
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <memory>
+
+#include "cpu/parallel.hpp"
+#include "kda/args.hpp"
+#include "kda/layout.hpp"
+
+#ifndef SPECSTATE_KDA_CPU_PLAN
+#define SPECSTATE_KDA_CPU_PLAN
+namespace specstate::kda::cpu {
+
+constexpr std::int64_t kBlock = 16;  // tokens of a chain that one walk over the state serves
+constexpr std::int64_t kRows = 8;    // value rows that stay in L1: two groups of 4, so that one's sums overlap the other's multiplies
+
+/// What every item of a call needs, and how much scratch.
+struct Plan {
+  std::int64_t block;   // most tokens of one walk
+  bool blocks, tree;    // some request takes several walks; trees keep one state a node
+  std::int64_t floats;  // of scratch
+};
+
+}  // namespace specstate::kda::cpu
+#endif
+
+HWY_BEFORE_NAMESPACE();
+namespace specstate::kda::cpu::HWY_NAMESPACE {
+namespace {
+
+namespace hn = hwy::HWY_NAMESPACE;
+
+constexpr std::int64_t kLanes = 16;
+using D = hn::CappedTag<float, 16>;
+using D4 = hn::CappedTag<float, 4>;
+using V = hn::Vec<D>;
+constexpr std::int64_t N = static_cast<std::int64_t>(hn::MaxLanes(D()));
+constexpr std::int64_t kParts = kLanes / N;  // vectors of 16 lanes
+
+// ---- scalars and vectors of the activation functions -------------------------------------------------------------------------
+
+/// e^x, 1 ulp; 0 below -104, infinity above 89, NaN stays NaN.
+HWY_INLINE V Exp(V x) {
+  const D d;
+  return hn::IfThenElse(hn::IsNaN(x), x, hn::Exp(d, hn::Min(hn::Set(d, 100.0f), x)));
+}
+HWY_INLINE V Sigmoid(V x) {
+  const D d;
+  const V one = hn::Set(d, 1.0f);
+  return hn::Div(one, hn::Add(one, Exp(hn::Neg(x))));
+}
+/// Beyond 80 softplus(x) is x in float32, whatever the threshold.
+HWY_INLINE V Softplus(V x, float beta, float threshold) {
+  const D d;
+  const V y = hn::Mul(x, hn::Set(d, beta));
+  const V soft = hn::Div(hn::Log1p(d, Exp(hn::Min(y, hn::Set(d, 90.0f)))), hn::Set(d, beta));
+  return hn::IfThenElse(hn::Or(hn::Gt(y, hn::Set(d, std::min(threshold, 80.0f))), hn::IsNaN(x)), x, soft);
+}
+HWY_INLINE V RoundBf16(V x) {
+  const D d;
+  const hn::RebindToUnsigned<D> du;
+  const auto u = hn::BitCast(du, x);
+  const auto odd = hn::And(hn::ShiftRight<16>(u), hn::Set(du, 1u));
+  const auto nearest = hn::Add(u, hn::Add(odd, hn::Set(du, 0x7FFFu)));
+  const auto quiet = hn::Or(u, hn::Set(du, 0x400000u));
+  const auto nan = hn::RebindMask(du, hn::IsNaN(x));
+  return hn::BitCast(d, hn::And(hn::IfThenElse(nan, quiet, nearest), hn::Set(du, 0xFFFF0000u)));
+}
+
+// ---- storage -----------------------------------------------------------------------------------------------------------------
+
+using D16 = hn::Rebind<std::uint16_t, D>;
+
+HWY_INLINE V LoadBf16(const std::uint16_t* from) {
+  const hn::RebindToUnsigned<D> du;
+  return hn::BitCast(D(), hn::ShiftLeft<16>(hn::PromoteTo(du, hn::LoadU(D16(), from))));
+}
+HWY_INLINE hn::Vec<D16> ToBf16(V x) {
+  const hn::RebindToUnsigned<D> du;
+  return hn::TruncateTo(D16(), hn::ShiftRight<16>(hn::BitCast(du, RoundBf16(x))));
+}
+
+/// n floats (a multiple of 16) from dense storage.
+void Read(const char* from, bool bf16, std::int64_t n, float* HWY_RESTRICT to) {
+  if (!bf16) {
+    std::memcpy(to, from, static_cast<std::size_t>(n) * 4);
+    return;
+  }
+  const auto* p = reinterpret_cast<const std::uint16_t*>(from);
+  for (std::int64_t c = 0; c < n; c += N) hn::StoreU(LoadBf16(p + c), D(), to + c);
+}
+void Write(const float* HWY_RESTRICT from, std::int64_t n, char* to, bool bf16) {
+  if (!bf16) {
+    std::memcpy(to, from, static_cast<std::size_t>(n) * 4);
+    return;
+  }
+  auto* p = reinterpret_cast<std::uint16_t*>(to);
+  for (std::int64_t c = 0; c < n; c += N) hn::StoreU(ToBf16(hn::LoadU(D(), from + c)), D16(), p + c);
+}
+
+/// A conv window of D channels: rows[0..2] are its three inputs, oldest first. Strides: channel, tap.
+void ReadWindow(const Array& a, std::int64_t offset, std::int64_t channel, std::int64_t tap, std::int64_t n, float* HWY_RESTRICT rows) {
+  if (channel == 1) {
+    for (int t = 0; t < 3; ++t) Read(address(a, offset + t * tap), a.bf16, n, rows + t * n);
+    return;
+  }
+  for (std::int64_t c = 0; c < n; ++c)
+    for (int t = 0; t < 3; ++t) rows[t * n + c] = load(a, offset + c * channel + t * tap);
+}
+void WriteWindow(const float* const rows[3], std::int64_t n, const Array& a, std::int64_t offset, std::int64_t channel, std::int64_t tap) {
+  const D d;
+  if (channel == 1) {
+    for (int t = 0; t < 3; ++t) Write(rows[t], n, address(a, offset + t * tap), a.bf16);
+  } else if (channel == 3 && tap == 1) {
+    for (std::int64_t c = 0; c < n; c += N) {
+      const V x0 = hn::LoadU(d, rows[0] + c), x1 = hn::LoadU(d, rows[1] + c), x2 = hn::LoadU(d, rows[2] + c);
+      char* to = address(a, offset + 3 * c);
+      if (a.bf16)
+        hn::StoreInterleaved3(ToBf16(x0), ToBf16(x1), ToBf16(x2), D16(), reinterpret_cast<std::uint16_t*>(to));
+      else
+        hn::StoreInterleaved3(x0, x1, x2, d, reinterpret_cast<float*>(to));
+    }
+  } else {
+    for (std::int64_t c = 0; c < n; ++c)
+      for (int t = 0; t < 3; ++t) store(a, offset + c * channel + t * tap, rows[t][c]);
+  }
+}
+/// The four taps of D channels, one row a tap.
+void ReadTaps(const Array& a, std::int64_t first, std::int64_t n, float* HWY_RESTRICT taps) {
+  const D d;
+  if (a.stride[0] == 4 && a.stride[1] == 1) {
+    for (std::int64_t c = 0; c < n; c += N) {
+      V w0, w1, w2, w3;
+      hn::LoadInterleaved4(d, static_cast<const float*>(a.data) + (first + c) * 4, w0, w1, w2, w3);
+      hn::StoreU(w0, d, taps + c), hn::StoreU(w1, d, taps + n + c), hn::StoreU(w2, d, taps + 2 * n + c), hn::StoreU(w3, d, taps + 3 * n + c);
+    }
+    return;
+  }
+  for (std::int64_t c = 0; c < n; ++c)
+    for (int t = 0; t < 4; ++t) taps[t * n + c] = load(a, at(a, first + c, t));
+}
+
+// ---- sums --------------------------------------------------------------------------------------------------------------------
+
+#if HWY_TARGET == HWY_SCALAR
+/// The sums of four times 16 running lanes, pairing lanes 8, 4, 2 and 1 apart.
+HWY_INLINE void Sums(D, const V (&x)[4][kParts], float* to) {
+  for (int i = 0; i < 4; ++i) {
+    float y[4];
+    for (int l = 0; l < 4; ++l) y[l] = hn::GetLane(hn::Add(hn::Add(x[i][l], x[i][l + 8]), hn::Add(x[i][l + 4], x[i][l + 12])));
+    to[i] = (y[0] + y[2]) + (y[1] + y[3]);
+  }
+}
+#else
+/// 16 running lanes -> 4, pairing lanes 8 and then 4 apart.
+template <class DV, class VV = hn::Vec<DV>>
+HWY_INLINE auto Fold16(DV d, const VV (&x)[kParts]) {
+  if constexpr (N == 16) {
+    const hn::Half<DV> d8;
+    const hn::Half<hn::Half<DV>> d4;
+    const auto y = hn::Add(hn::LowerHalf(d8, x[0]), hn::UpperHalf(d8, x[0]));
+    return hn::Add(hn::LowerHalf(d4, y), hn::UpperHalf(d4, y));
+  } else if constexpr (N == 8) {
+    const hn::Half<DV> d4;
+    const auto y = hn::Add(x[0], x[1]);
+    return hn::Add(hn::LowerHalf(d4, y), hn::UpperHalf(d4, y));
+  } else {
+    return hn::Add(hn::Add(x[0], x[2]), hn::Add(x[1], x[3]));
+  }
+}
+/// The sums of four times 16 running lanes; the last two steps pair lanes 2 and then 1 apart.
+HWY_INLINE void Sums(D d, const V (&x)[4][kParts], float* to) {
+  const auto a = Fold16(d, x[0]), b = Fold16(d, x[1]), c = Fold16(d, x[2]), e = Fold16(d, x[3]);
+  const D4 d4;
+  const auto ab = hn::Add(hn::ConcatLowerLower(d4, b, a), hn::ConcatUpperUpper(d4, b, a));
+  const auto ce = hn::Add(hn::ConcatLowerLower(d4, e, c), hn::ConcatUpperUpper(d4, e, c));
+  hn::StoreU(hn::Add(hn::ConcatEven(d4, ce, ab), hn::ConcatOdd(d4, ce, ab)), d4, to);
+}
+#endif
+/// x . y over n channels.
+float Dot(const float* HWY_RESTRICT x, const float* HWY_RESTRICT y, std::int64_t n) {
+  const D d;
+  V acc[4][kParts];
+  for (std::int64_t h = 0; h < kParts; ++h) {
+    V sum = hn::Zero(d);
+    for (std::int64_t c = h * N; c < n; c += kLanes) sum = hn::MulAdd(hn::LoadU(d, x + c), hn::LoadU(d, y + c), sum);
+    acc[0][h] = acc[1][h] = acc[2][h] = acc[3][h] = sum;
+  }
+  float sums[4];
+  Sums(d, acc, sums);
+  return sums[0];
+}
+
+// ---- the recurrence ----------------------------------------------------------------------------------------------------------
+
+/// The tokens of one walk over the state of one value head.
+struct Tokens {
+  std::int64_t n;
+  const std::int32_t* parent;  // null: a chain
+  const float *k, *q, *decay;  // [n, K], normalised
+  const float* v;              // [n, V]
+  const float *beta, *kq;      // [n]; kq = k . q
+  float* o;                    // [n, V] out; null: states only (a fold)
+  float* u;                    // [n, kRows] scratch
+};
+
+/// A state in memory; `row` gives the address of its value row.
+struct Place {
+  char* data = nullptr;
+  bool bf16 = false;
+  explicit operator bool() const { return data != nullptr; }
+  char* row(std::int64_t v, std::int64_t K) const { return data + v * K * (bf16 ? 2 : 4); }
+};
+HWY_INLINE Place PlaceAt(const Array& a, std::int64_t offset) { return {address(a, offset), a.bf16}; }
+
+struct Walk {
+  std::int64_t K, V;
+  bool round;              // a bfloat16 pool: the state is rounded after every token
+  Place from;              // the state before the first token; none: zeros
+  Place snapshots;         // of token 0, or none
+  std::int64_t snapshot_pitch;  // bytes from one token's snapshot to the next
+  Place track;             // where the state after token track_step goes, or none
+  std::int64_t track_step;
+  Place last;              // where the state after the last token goes, or none
+  float* small;            // [tree ? n : 1, kRows, K] scratch
+};
+
+/// One token, four value rows: S <- (S + u_before k_before) * decay; p = S . k, r = S . q. kFirst: there is no token before.
+template <bool kFirst, bool kOut>
+HWY_INLINE void Step(const Walk& w, const float* from, float* to, const float* k_before, const float* u_before, const float* decay,
+                     const float* k, const float* q, float* p, float* r) {
+  const D d;
+  const std::int64_t K = w.K;
+  V ps[4][kParts], rs[4][kParts];
+  const V u0 = kFirst ? hn::Zero(d) : hn::Set(d, u_before[0]), u1 = kFirst ? hn::Zero(d) : hn::Set(d, u_before[1]);
+  const V u2 = kFirst ? hn::Zero(d) : hn::Set(d, u_before[2]), u3 = kFirst ? hn::Zero(d) : hn::Set(d, u_before[3]);
+  for (std::int64_t h = 0; h < kParts; ++h) {
+    V p0 = hn::Zero(d), p1 = p0, p2 = p0, p3 = p0, r0 = p0, r1 = p0, r2 = p0, r3 = p0;
+    for (std::int64_t c = h * N; c < K; c += kLanes) {
+      V s0 = hn::LoadU(d, from + c), s1 = hn::LoadU(d, from + K + c), s2 = hn::LoadU(d, from + 2 * K + c), s3 = hn::LoadU(d, from + 3 * K + c);
+      if constexpr (!kFirst) {
+        const V kb = hn::LoadU(d, k_before + c);
+        s0 = hn::MulAdd(u0, kb, s0), s1 = hn::MulAdd(u1, kb, s1), s2 = hn::MulAdd(u2, kb, s2), s3 = hn::MulAdd(u3, kb, s3);
+        if (w.round) s0 = RoundBf16(s0), s1 = RoundBf16(s1), s2 = RoundBf16(s2), s3 = RoundBf16(s3);
+      }
+      const V dd = hn::LoadU(d, decay + c), kk = hn::LoadU(d, k + c);
+      s0 = hn::Mul(s0, dd), s1 = hn::Mul(s1, dd), s2 = hn::Mul(s2, dd), s3 = hn::Mul(s3, dd);
+      hn::StoreU(s0, d, to + c), hn::StoreU(s1, d, to + K + c), hn::StoreU(s2, d, to + 2 * K + c), hn::StoreU(s3, d, to + 3 * K + c);
+      p0 = hn::MulAdd(s0, kk, p0), p1 = hn::MulAdd(s1, kk, p1), p2 = hn::MulAdd(s2, kk, p2), p3 = hn::MulAdd(s3, kk, p3);
+      if constexpr (kOut) {
+        const V qq = hn::LoadU(d, q + c);
+        r0 = hn::MulAdd(s0, qq, r0), r1 = hn::MulAdd(s1, qq, r1), r2 = hn::MulAdd(s2, qq, r2), r3 = hn::MulAdd(s3, qq, r3);
+      }
+    }
+    ps[0][h] = p0, ps[1][h] = p1, ps[2][h] = p2, ps[3][h] = p3;
+    rs[0][h] = r0, rs[1][h] = r1, rs[2][h] = r2, rs[3][h] = r3;
+  }
+  Sums(d, ps, p);
+  if constexpr (kOut) Sums(d, rs, r);
+}
+
+/// The completed state after a token, kRows value rows: S + u k, stored.
+HWY_INLINE void Complete(const Walk& w, const float* from, const float* u, const float* k, Place to, std::int64_t v0) {
+  const D d;
+  for (std::int64_t row = 0; row < kRows; ++row) {
+    const V ur = hn::Set(d, u[row]);
+    const float* s = from + row * w.K;
+    char* out = to.row(v0 + row, w.K);
+    for (std::int64_t c = 0; c < w.K; c += N) {
+      V x = hn::MulAdd(ur, hn::LoadU(d, k + c), hn::LoadU(d, s + c));
+      if (w.round) x = RoundBf16(x);
+      if (to.bf16)
+        hn::StoreU(ToBf16(x), D16(), reinterpret_cast<std::uint16_t*>(out) + c);
+      else
+        hn::StoreU(x, d, reinterpret_cast<float*>(out) + c);
+    }
+  }
+}
+
+/// S *= decay; u = (v - S k) * beta; S += u k; o = S q, written as r + u (k . q) with r = (decayed S) q, so that one pass a token over
+/// the rows does it all: a token's rank-1 update is applied when the next token reads the row.
+template <bool kOut>
+void Recur(const Walk& w, const Tokens& x) {
+  const D4 d4;
+  const std::int64_t K = w.K;
+  for (std::int64_t v0 = 0; v0 < w.V; v0 += kRows) {
+    const float* start = w.small;
+    if (!w.from)
+      std::fill(w.small, w.small + kRows * K, 0.0f);
+    else if (w.from.bf16)
+      Read(w.from.row(v0, K), true, kRows * K, w.small);
+    else
+      start = reinterpret_cast<const float*>(w.from.row(v0, K));
+    // A tree's first node must not overwrite the start that other roots read: node i lives in place i + 1.
+    float* const nodes = x.parent ? w.small + kRows * K : w.small;
+    const std::int64_t node_pitch = x.parent ? kRows * K : 0;
+    for (std::int64_t i = 0; i < x.n; ++i) {
+      const std::int64_t before = x.parent ? x.parent[i] : i - 1;
+      const float* from = before < 0 ? start : nodes + before * node_pitch;
+      float* to = nodes + i * node_pitch;
+      for (std::int64_t g = 0; g < kRows; g += 4) {
+        alignas(16) float p[4], r[4];
+        const float* const k = x.k + i * K;
+        const float* const q = kOut ? x.q + i * K : nullptr;
+        if (before < 0)
+          Step<true, kOut>(w, from + g * K, to + g * K, nullptr, nullptr, x.decay + i * K, k, q, p, r);
+        else
+          Step<false, kOut>(w, from + g * K, to + g * K, x.k + before * K, x.u + before * kRows + g, x.decay + i * K, k, q, p, r);
+        for (std::size_t l = 0; l < 4; l += hn::MaxLanes(d4)) {
+          const auto v = hn::LoadU(d4, x.v + i * w.V + v0 + g + l);
+          const auto u = hn::Mul(hn::Sub(v, hn::LoadU(d4, p + l)), hn::Set(d4, x.beta[i]));
+          hn::StoreU(u, d4, x.u + i * kRows + g + l);
+          if constexpr (kOut) hn::StoreU(hn::MulAdd(u, hn::Set(d4, x.kq[i]), hn::LoadU(d4, r + l)), d4, x.o + i * w.V + v0 + g + l);
+        }
+      }
+      const float* const u = x.u + i * kRows;
+      if (w.snapshots) Complete(w, to, u, x.k + i * K, {w.snapshots.data + i * w.snapshot_pitch, w.snapshots.bf16}, v0);
+      if (w.track && i == w.track_step) Complete(w, to, u, x.k + i * K, w.track, v0);
+    }
+    if (w.last) Complete(w, nodes + (x.n - 1) * node_pitch, x.u + (x.n - 1) * kRows, x.k + (x.n - 1) * K, w.last, v0);
+  }
+}
+
+// ---- what comes before the recurrence ----------------------------------------------------------------------------------------
+
+/// y[i] = round(silu(conv)) of every token; `ancestor[i]` names the three inputs before token i in `inputs`.
+void ConvSilu(const float* HWY_RESTRICT inputs, const float* HWY_RESTRICT taps, const std::int32_t (*ancestor)[3], std::int64_t n,
+              std::int64_t channels, bool round, float* HWY_RESTRICT y) {
+  const D d;
+  for (std::int64_t i = 0; i < n; ++i) {
+    const float* x[4];
+    for (int t = 0; t < 3; ++t) x[t] = inputs + ancestor[i][t] * channels;
+    x[3] = inputs + (i + 3) * channels;
+    for (std::int64_t c = 0; c < channels; c += N) {
+      V s = hn::Mul(hn::LoadU(d, x[0] + c), hn::LoadU(d, taps + c));
+      for (int t = 1; t < 4; ++t) s = hn::MulAdd(hn::LoadU(d, x[t] + c), hn::LoadU(d, taps + t * channels + c), s);
+      s = hn::Mul(s, Sigmoid(s));
+      hn::StoreU(round ? RoundBf16(s) : s, d, y + i * channels + c);
+    }
+  }
+}
+
+/// k <- k / sqrt(k . k + 1e-6), in place: the one form of the norm, for verify and fold.
+HWY_INLINE float InverseNorm(const float* x, std::int64_t n) { return 1.0f / std::sqrt(Dot(x, x, n) + 1e-6f); }
+
+HWY_INLINE void Scale(float* x, float factor, std::int64_t n) {
+  const D d;
+  for (std::int64_t c = 0; c < n; c += N) hn::StoreU(hn::Mul(hn::LoadU(d, x + c), hn::Set(d, factor)), d, x + c);
+}
+
+HWY_INLINE float Scalar(V x) { return hn::GetLane(x); }
+
+HWY_INLINE V LogDecay(const VerifyArgs& a, float amplitude, V x) {
+  const D d;
+  if (a.safe_gate) return hn::Mul(hn::Set(d, a.lower_bound), Sigmoid(hn::Mul(hn::Set(d, amplitude), x)));
+  return hn::Neg(hn::Mul(hn::Set(d, amplitude), Softplus(x, a.softplus_beta, a.softplus_threshold)));
+}
+
+/// exp(a_log), kept finite so that it times a vanished softplus is 0 and not NaN.
+HWY_INLINE float Amplitude(float a_log) {
+  const double a = std::exp(static_cast<double>(a_log));
+  return a > std::numeric_limits<float>::max() ? std::numeric_limits<float>::max() : static_cast<float>(a);
+}
+
+/// Log decays -> decays in place; a scalar gate (one log decay, in ld[0]) becomes K of them.
+HWY_INLINE void Decay(bool scalar, std::int64_t K, float* ld) {
+  const D d;
+  const V one = hn::Set(d, ld[0]);
+  for (std::int64_t c = 0; c < K; c += N) hn::StoreU(Exp(scalar ? one : hn::LoadU(d, ld + c)), d, ld + c);
+}
+
+/// Scratch of one item, cut from one block of floats.
+struct Cutter {
+  float* next;
+  float* take(std::int64_t n) {
+    float* p = next;
+    next += (n + 15) / 16 * 16;
+    return p;
+  }
+};
+
+/// Raw inputs of the block behind the three before it, then q, k or v of the recurrence.
+void Channels(const Channel& c, const Request& r, std::int64_t head, std::int64_t first, std::int64_t n, std::int64_t channels,
+              const std::int32_t (*ancestor)[3], bool write_windows, float* inputs, const float* taps, float* y) {
+  for (std::int64_t i = 0; i < n; ++i) {
+    float* to = c.weight ? inputs + (i + 3) * channels : y + i * channels;
+    Read(address(c.x, at(c.x, r.begin + first + i, head)), c.x.bf16, channels, to);
+  }
+  if (!c.weight) return;
+  ConvSilu(inputs, taps, ancestor, n, channels, c.x.bf16, y);
+  if (write_windows && c.windows)
+    for (std::int64_t i = 0; i < n; ++i) {
+      const float* rows[3] = {inputs + ancestor[i][1] * channels, inputs + ancestor[i][2] * channels, inputs + (i + 3) * channels};
+      WriteWindow(rows, channels, c.windows, at(c.windows, r.row, first + i, head * channels), c.windows.stride[2], c.windows.stride[3]);
+    }
+}
+
+void StartChannels(const Channel& c, const Request& r, std::int64_t head, std::int64_t channels, float* inputs, float* taps) {
+  if (!c.weight) return;
+  ReadTaps(c.weight, head * channels, channels, taps);
+  if (r.slot < 0)
+    std::fill(inputs, inputs + 3 * channels, 0.0f);
+  else
+    ReadWindow(c.window, at(c.window, r.slot, head * channels), c.window.stride[1], c.window.stride[2], channels, inputs);
+}
+
+/// After a block: its last three inputs go to the front, and at a request's end into the pool if that is advanced in place.
+void EndChannels(const Channel& c, const Request& r, std::int64_t head, std::int64_t n, std::int64_t channels, bool to_pool, float* inputs) {
+  if (!c.weight) return;
+  if (to_pool && r.slot >= 0) {
+    const float* rows[3] = {inputs + n * channels, inputs + (n + 1) * channels, inputs + (n + 2) * channels};
+    WriteWindow(rows, channels, c.window, at(c.window, r.slot, head * channels), c.window.stride[1], c.window.stride[2]);
+  }
+  std::memmove(inputs, inputs + n * channels, static_cast<std::size_t>(3 * channels) * 4);
+}
+
+/// The outputs of n tokens of one value head: optional gated RMS norm, rounding, storage.
+void Output(const VerifyArgs& a, std::int64_t token, std::int64_t head, std::int64_t n, float* o) {
+  const D d;
+  const std::int64_t channels = a.V;
+  float gate[128];
+  for (std::int64_t i = 0; i < n; ++i, o += channels) {
+    if (a.gate) {
+      if (a.round_before_norm && a.out.bf16)
+        for (std::int64_t c = 0; c < channels; c += N) hn::StoreU(RoundBf16(hn::LoadU(d, o + c)), d, o + c);
+      const V r = hn::Set(d, 1.0f / std::sqrt(Dot(o, o, channels) * (1.0f / static_cast<float>(channels)) + a.norm_eps));
+      Read(address(a.gate, at(a.gate, token + i, head)), a.gate.bf16, channels, gate);
+      const float* weight = static_cast<const float*>(a.norm_weight.data);
+      const std::int64_t pitch = a.norm_weight.stride[0];
+      for (std::int64_t c = 0; c < channels; c += N) {
+        float lanes[N];
+        for (std::int64_t l = 0; l < N; ++l) lanes[l] = weight[(c + l) * pitch];
+        const V y = hn::Mul(hn::Mul(hn::LoadU(d, o + c), r), hn::LoadU(d, lanes));
+        hn::StoreU(hn::Mul(y, Sigmoid(hn::LoadU(d, gate + c))), d, o + c);
+      }
+    }
+    Write(o, channels, address(a.out, at(a.out, token + i, head)), a.out.bf16);
+  }
+}
+
+/// Item = (request, key head), with the value heads that read it.
+void VerifyItem(const VerifyArgs& a, const Plan& plan, const Request& r, std::int64_t h, float* scratch) {
+  const D d;
+  const std::int64_t K = a.K, VD = a.V, B = plan.block, G = a.HV / a.H;
+  Cutter cut{scratch};
+  float *in_q = cut.take((B + 3) * K), *in_k = cut.take((B + 3) * K), *in_v = cut.take(G * (B + 3) * VD);
+  float *taps_q = cut.take(4 * K), *taps_k = cut.take(4 * K), *taps_v = cut.take(G * 4 * VD);
+  float *q = cut.take(B * K), *k = cut.take(B * K), *decay = cut.take(B * K), *v = cut.take(B * VD), *o = cut.take(B * VD);
+  float *beta = cut.take(B), *kq = cut.take(B), *u = cut.take(B * kRows);
+  auto* ancestor = reinterpret_cast<std::int32_t(*)[3]>(cut.take(B * 3));
+  float *work = cut.take(plan.blocks ? G * VD * K : 0), *small = cut.take((plan.tree ? B + 1 : 1) * kRows * K);
+
+  StartChannels(a.q, r, h, K, in_q, taps_q);
+  StartChannels(a.k, r, h, K, in_k, taps_k);
+  for (std::int64_t j = 0; j < G; ++j) StartChannels(a.v, r, h * G + j, VD, in_v + j * (B + 3) * VD, taps_v + j * 4 * VD);
+  const std::int32_t* parents = a.parents.empty() ? nullptr : a.parents.data() + r.begin;
+
+  for (std::int64_t first = 0; first < r.tokens; first += B) {
+    const std::int64_t n = std::min(B, r.tokens - first);
+    const bool end = first + n == r.tokens, records = a.rawk && r.slot >= 0;
+    for (std::int64_t i = 0; i < n; ++i) {
+      const std::int64_t before = parents ? parents[i] : i - 1;
+      for (std::int32_t t = 0; t < 3; ++t)
+        ancestor[i][t] = before < 0 ? t : t < 2 ? ancestor[before][t + 1] : static_cast<std::int32_t>(before + 3);
+    }
+    Channels(a.q, r, h, first, n, K, ancestor, true, in_q, taps_q, q);
+    Channels(a.k, r, h, first, n, K, ancestor, true, in_k, taps_k, k);
+    for (std::int64_t i = 0; i < n; ++i) {
+      float *qi = q + i * K, *ki = k + i * K;
+      if (records && first + i < a.L) Write(ki, K, address(a.rawk, at(a.rawk, r.slot, h, first + i)), a.rawk.bf16);
+      if (a.l2norm) Scale(ki, InverseNorm(ki, K), K);
+      Scale(qi, a.l2norm ? InverseNorm(qi, K) * a.scale : a.scale, K);
+      kq[i] = Dot(ki, qi, K);
+    }
+    for (std::int64_t j = 0; j < G; ++j) {
+      const std::int64_t hv = h * G + j;
+      float* inputs = in_v + j * (B + 3) * VD;
+      Channels(a.v, r, hv, first, n, VD, ancestor, true, inputs, taps_v + j * 4 * VD, v);
+      const float amplitude = Amplitude(load(a.a_log, at(a.a_log, hv)));
+      for (std::int64_t i = 0; i < n; ++i) {
+        const std::int64_t token = r.begin + first + i;
+        float* ld = decay + i * K;
+        if (a.scalar_gate) {
+          const float x = load(a.g, at(a.g, token, hv)) + load(a.dt_bias, at(a.dt_bias, hv));
+          ld[0] = Scalar(LogDecay(a, amplitude, hn::Set(d, x)));
+        } else {
+          Read(address(a.g, at(a.g, token, hv)), a.g.bf16, K, ld);
+          float bias[128];
+          for (std::int64_t c = 0; c < K; ++c) bias[c] = load(a.dt_bias, at(a.dt_bias, hv, c));
+          for (std::int64_t c = 0; c < K; c += N)
+            hn::StoreU(LogDecay(a, amplitude, hn::Add(hn::LoadU(d, ld + c), hn::LoadU(d, bias + c))), d, ld + c);
+        }
+        beta[i] = Scalar(Sigmoid(hn::Set(d, load(a.beta, at(a.beta, token, hv)))));
+        if (records && first + i < a.L) {
+          Write(v + i * VD, VD, address(a.rawv, at(a.rawv, r.slot, hv, first + i)), a.rawv.bf16);
+          store(a.ring_beta, at(a.ring_beta, r.slot, hv, first + i), beta[i]);
+          if (a.scalar_gate)
+            store(a.ring_g, at(a.ring_g, r.slot, hv, first + i), ld[0]);
+          else
+            Write(ld, K, address(a.ring_g, at(a.ring_g, r.slot, hv, first + i)), false);
+        }
+        Decay(a.scalar_gate, K, ld);
+      }
+      Walk w{};
+      w.K = K, w.V = VD, w.round = a.state.bf16, w.small = small;
+      float* kept = plan.blocks ? work + j * VD * K : nullptr;
+      if (first > 0)
+        w.from = {reinterpret_cast<char*>(kept), false};
+      else if (r.slot >= 0)
+        w.from = PlaceAt(a.state, at(a.state, r.slot, hv));
+      if (a.snapshots && r.row >= 0) {
+        w.snapshots = PlaceAt(a.snapshots, at(a.snapshots, r.row, first, hv));
+        w.snapshot_pitch = a.snapshots.stride[1] * (a.snapshots.bf16 ? 2 : 4);
+      }
+      if (!end)
+        w.last = {reinterpret_cast<char*>(kept), false};
+      else if (a.update_state && r.slot >= 0)
+        w.last = PlaceAt(a.state, at(a.state, r.slot, hv));
+      Recur<true>(w, {n, parents, k, q, decay, v, beta, kq, o, u});
+      Output(a, r.begin + first, hv, n, o);
+      EndChannels(a.v, r, hv, n, VD, end && a.update_windows, inputs);
+    }
+    EndChannels(a.q, r, h, n, K, end && a.update_windows, in_q);
+    EndChannels(a.k, r, h, n, K, end && a.update_windows, in_k);
+  }
+}
+
+void VerifyItems(const VerifyArgs& a, const Plan& plan, std::int64_t begin, std::int64_t end, float* scratch) {
+  for (std::int64_t item = begin; item < end; ++item) {
+    const Request& r = a.requests[static_cast<std::size_t>(item / a.H)];
+    if (r.tokens > 0 && (r.slot >= 0 || a.null_from_zero)) VerifyItem(a, plan, r, item % a.H, scratch);
+  }
+}
+
+/// Item = (layer, request, key head).
+void FoldItem(const FoldArgs& a, const Plan& plan, std::int64_t layer, const FoldRequest& r, std::int64_t h, float* scratch) {
+  const std::int64_t K = a.K, VD = a.V, B = plan.block, G = a.HV / a.H;
+  Cutter cut{scratch};
+  float *k = cut.take(B * K), *decay = cut.take(B * K), *v = cut.take(B * VD), *beta = cut.take(B), *u = cut.take(B * kRows);
+  float *work = cut.take(plan.blocks ? G * VD * K : 0), *small = cut.take(kRows * K);
+  for (std::int64_t first = 0; first < r.tokens; first += B) {
+    const std::int64_t n = std::min(B, r.tokens - first);
+    const bool end = first + n == r.tokens;
+    for (std::int64_t i = 0; i < n; ++i) {
+      Read(address(a.rawk, at(a.rawk, layer, r.slot, h, first + i)), a.rawk.bf16, K, k + i * K);
+      if (a.l2norm) Scale(k + i * K, InverseNorm(k + i * K, K), K);
+    }
+    for (std::int64_t j = 0; j < G; ++j) {
+      const std::int64_t hv = h * G + j;
+      for (std::int64_t i = 0; i < n; ++i) {
+        Read(address(a.rawv, at(a.rawv, layer, r.slot, hv, first + i)), a.rawv.bf16, VD, v + i * VD);
+        beta[i] = load(a.ring_beta, at(a.ring_beta, layer, r.slot, hv, first + i));
+        float* ld = decay + i * K;
+        const std::int64_t g = at(a.ring_g, layer, r.slot, hv, first + i);
+        if (a.scalar_gate)
+          ld[0] = load(a.ring_g, g);
+        else
+          Read(address(a.ring_g, g), false, K, ld);
+        Decay(a.scalar_gate, K, ld);
+      }
+      const Place state = PlaceAt(a.state, at(a.state, layer, r.slot, hv));
+      const Place kept = {reinterpret_cast<char*>(work + j * VD * K), false};
+      Walk w{};
+      w.K = K, w.V = VD, w.round = a.state.bf16, w.small = small;
+      w.from = first > 0 ? kept : state;
+      w.last = end ? state : kept;
+      if (r.track >= 0 && r.track_step >= first && r.track_step < first + n)
+        w.track = PlaceAt(a.state, at(a.state, layer, r.track, hv)), w.track_step = r.track_step - first;
+      Recur<false>(w, {n, nullptr, k, nullptr, decay, v, beta, nullptr, nullptr, u});
+    }
+  }
+}
+
+void FoldItems(const FoldArgs& a, const Plan& plan, std::int64_t begin, std::int64_t end, float* scratch) {
+  const auto requests = static_cast<std::int64_t>(a.requests.size());
+  for (std::int64_t item = begin; item < end; ++item)
+    FoldItem(a, plan, item / (requests * a.H), a.requests[static_cast<std::size_t>(item / a.H % requests)], item % a.H, scratch);
+}
+
+}  // namespace
+}  // namespace specstate::kda::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace specstate::kda::cpu {
+HWY_EXPORT(VerifyItems);
+HWY_EXPORT(FoldItems);
+
+namespace {
+
+/// Scratch that a thread keeps: fresh pages a call would cost more than a small verify.
+float* scratch(std::int64_t floats) {
+  struct Free {
+    void operator()(float* p) const { std::free(p); }
+  };
+  thread_local std::unique_ptr<float, Free> kept;
+  thread_local std::int64_t size = 0;
+  if (size < floats) {
+    kept.reset(static_cast<float*>(std::aligned_alloc(64, static_cast<std::size_t>((floats * 4 + 63) / 64 * 64))));
+    size = kept ? floats : 0;
+    if (!kept) throw std::bad_alloc();
+  }
+  return kept.get();
+}
+
+Plan plan_of(std::int64_t longest, bool tree, std::int64_t K, std::int64_t V, std::int64_t G) {
+  Plan p{};
+  p.tree = tree;
+  p.block = tree ? longest : std::min(longest, kBlock);
+  p.blocks = longest > p.block;
+  const std::int64_t B = p.block, slack = 16 * 20;
+  p.floats = 2 * (B + 3) * K + G * (B + 3) * V + 8 * K + 4 * G * V + 3 * B * K + 2 * B * V + B * (5 + kRows) +
+             (p.blocks ? G * V * K : 0) + (tree ? B + 1 : 1) * kRows * K + slack;
+  return p;
+}
+
+}  // namespace
+
+void run(const VerifyArgs& a, Stream) {
+  const auto clear = [&](std::int64_t begin, std::int64_t tokens) {
+    for (std::int64_t t = begin; t < begin + tokens; ++t)
+      for (std::int64_t h = 0; h < a.HV; ++h) std::memset(address(a.out, at(a.out, t, h)), 0, static_cast<std::size_t>(a.V * (a.out.bf16 ? 2 : 4)));
+  };
+  std::int64_t longest = 0;
+  for (const Request& r : a.requests) {
+    if (r.slot < 0 && !a.null_from_zero)
+      clear(r.begin, r.tokens);
+    else
+      longest = std::max(longest, r.tokens);
+  }
+  clear(a.tokens_end, a.T - a.tokens_end);
+  if (longest == 0) return;
+  const Plan plan = plan_of(longest, !a.parents.empty(), a.K, a.V, a.HV / a.H);
+  specstate::cpu::parallel_for(static_cast<std::int64_t>(a.requests.size()) * a.H, 1, [&](std::int64_t begin, std::int64_t end) {
+    HWY_DYNAMIC_DISPATCH(VerifyItems)(a, plan, begin, end, scratch(plan.floats));
+  });
+}
+
+void run(const FoldArgs& a, Stream) {
+  std::int64_t longest = 0;
+  for (const FoldRequest& r : a.requests) longest = std::max(longest, r.tokens);
+  if (longest == 0) return;
+  const Plan plan = plan_of(longest, false, a.K, a.V, a.HV / a.H);
+  specstate::cpu::parallel_for(a.layers * static_cast<std::int64_t>(a.requests.size()) * a.H, 1, [&](std::int64_t begin, std::int64_t end) {
+    HWY_DYNAMIC_DISPATCH(FoldItems)(a, plan, begin, end, scratch(plan.floats));
+  });
+}
+
+void run(const RollbackArgs& a, Stream) {
+  for (const WindowCopy& c : a.copies)
+    for (std::int64_t channel = 0; channel < a.channels; ++channel)
+      for (std::int64_t tap = 0; tap < 3; ++tap)
+        store(a.pool, at(a.pool, c.slot, channel, tap), load(a.windows, at(a.windows, c.row, c.step, channel, tap)));
+}
+
+}  // namespace specstate::kda::cpu
+#endif  // HWY_ONCE

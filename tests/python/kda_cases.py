@@ -1,0 +1,91 @@
+"""Cases for the KDA tests: a float64 case of the oracle as arrays for the library, and back."""
+
+import kda as oracle
+import ml_dtypes
+import numpy as np
+
+import specstate.kda as kda
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+F32 = np.dtype(np.float32)
+
+
+def act(p, dtype):
+    """The oracle's case in the library's dtypes; `dtype` is the activation dtype. Values are kept exactly."""
+    one = {k: v.astype(dtype) for k, v in p.items() if k.startswith(("x_", "cs_")) or k in ("g", "beta")}
+    one |= {k: p[k].astype(F32) for k in ("w_q", "w_k", "w_v", "A_log", "dt_bias", "state")}
+    if p["g"].shape[-1] == 1:  # GDN
+        one["g"], one["dt_bias"] = one["g"][..., 0].copy(), one["dt_bias"][..., 0].copy()
+    one["slots"], one["rows"] = p["slots"].astype(np.int32), p["rows"].astype(np.int32)
+    one["cu_seqlens"] = p["cu"].astype(np.int32)
+    one["lower_bound"], one["scale"] = p["lower_bound"], p["scale"]
+    if p["onorm"] is not None:
+        gate, weight, eps = p["onorm"]
+        one |= dict(onorm_gate=gate.astype(dtype), onorm_weight=weight.astype(F32), onorm_eps=eps)
+    return one
+
+
+def exact(p):
+    """The same case with every float rounded to what the library sees, as float64."""
+    f = lambda x: np.asarray(x).astype(F32).astype(np.float64)  # noqa: E731
+    q = {k: (f(v) if isinstance(v, np.ndarray) and v.dtype.kind == "f" else v) for k, v in p.items()}
+    if p["onorm"] is not None:
+        q["onorm"] = (f(p["onorm"][0]), f(p["onorm"][1]), p["onorm"][2])
+    return q
+
+
+def case(seed, **kw):
+    """An oracle case with head dims that the library takes."""
+    kw.setdefault("K", 64)
+    kw.setdefault("V", 64)
+    return exact(oracle.case(seed, **kw))
+
+
+def poison(shape, dtype):
+    return np.full(shape, np.nan, dtype)
+
+
+def buffers(a, L=None, steps=None, state_dtype=F32):
+    """(rings, snapshots, conv windows) for the call `a`, all poisoned."""
+    n, pool = len(a["slots"]), a["state"].shape[0]
+    (h, k), (hv, v) = a["x_q"].shape[-2:], a["x_v"].shape[-2:]
+    dtype = a["x_q"].dtype
+    longest = int(np.diff(a["cu_seqlens"]).max()) if n else 1
+    L, steps = L or longest, steps or longest
+    g = (pool, hv, L, k) if a["g"].ndim == a["x_q"].ndim else (pool, hv, L)
+    rings = kda.Rings(poison((pool, hv, L, v), dtype), poison((pool, h, L, k), dtype), poison(g, F32), poison((pool, hv, L), F32))
+    snapshots = poison((n, steps, hv, v, k), state_dtype)
+    conv = {f"conv_{x}": poison((n, steps, c, 3), dtype) for x, c in (("q", h * k), ("k", h * k), ("v", hv * v))}
+    return rings, snapshots, conv
+
+
+def oracle_rings(rings):
+    """The library's rings as the oracle wants them."""
+    out = {name: np.asarray(x).astype(np.float64) for name, x in zip(("rawv", "rawk", "g", "beta"), rings)}
+    if out["g"].ndim == 3:
+        out["g"] = out["g"][..., None]
+    return out
+
+
+def call(a, **kw):
+    """kda.verify of the call `a` (only what verify takes)."""
+    args = dict(a)
+    args |= kw
+    return kda.verify(**args)
+
+
+def same(a, b):
+    """Bit for bit, NaN included."""
+    a, b = np.asarray(a), np.asarray(b)
+    return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
+
+
+def ulps(a, b):
+    """Distance of two arrays of one dtype in units of the last place."""
+
+    def ordered(x):
+        kind = np.int16 if x.dtype == BF16 else np.int32
+        i = x.view(kind).astype(np.int64)
+        return np.where(i < 0, -(i & np.iinfo(kind).max), i)
+
+    return np.abs(ordered(np.ascontiguousarray(a)) - ordered(np.ascontiguousarray(b)))
