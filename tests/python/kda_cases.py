@@ -89,3 +89,40 @@ def ulps(a, b):
         return np.where(i < 0, -(i & np.iinfo(kind).max), i)
 
     return np.abs(ordered(np.ascontiguousarray(a)) - ordered(np.ascontiguousarray(b)))
+
+
+def used_channels(a):
+    """q, k, v as the recurrence of the call `a` used them (after convolution, SiLU and rounding), [T, heads, D] float64.
+
+    They are what a ring records: k and v directly, q by recording a call in which it plays the part of k."""
+    lens, slots = np.diff(a["cu_seqlens"]), a["slots"]
+
+    def recorded(call_, ring):
+        rings = buffers(call_, L=int(lens.max()))[0]
+        call(call_, rings=rings)
+        per_request = [np.asarray(getattr(rings, ring)[s, :, :n], np.float64).swapaxes(0, 1) for s, n in zip(slots, lens)]
+        return np.concatenate([x if s >= 0 else np.zeros_like(x) for x, s in zip(per_request, slots)])
+
+    swapped = dict(a, x_k=a["x_q"], w_k=a["w_q"], cs_k=a["cs_q"])
+    return recorded(swapped, "rawk"), recorded(a, "rawk"), recorded(a, "rawv")
+
+
+def fed_oracle(p, q, k, v, quant, parents=None):
+    """(out, snapshots) of the oracle's recurrence and norm for given q, k, v: no convolution, so no rounding edges of it."""
+    hv, vd = v.shape[1:]
+    group, kd = hv // k.shape[1], k.shape[2]
+    rnd = oracle.bf16 if quant else np.asarray
+    ld, beta = oracle.log_decay(p["g"], p["A_log"], p["dt_bias"], p["lower_bound"]), oracle.sigmoid(p["beta"])
+    qn, kn = oracle.l2norm(q) * (p["scale"] or kd**-0.5), oracle.l2norm(k)
+    out, snapshots = np.zeros(v.shape), np.full((len(p["slots"]), int(np.diff(p["cu"]).max()), hv, vd, kd), np.nan)
+    for n, slot in enumerate(p["slots"]):
+        for i in range(p["cu"][n + 1] - p["cu"][n]) if slot >= 0 else ():
+            t, before = p["cu"][n] + i, i - 1 if parents is None else parents[n][i]
+            s = p["state"][slot] if before < 0 else snapshots[p["rows"][n], before]
+            for h in range(hv):
+                snapshots[p["rows"][n], i, h], o, _ = oracle.kda_step(s[h], qn[t, h // group], kn[t, h // group], v[t, h], ld[t, h], beta[t, h])
+                if p["onorm"] is not None:
+                    gate, weight, eps = p["onorm"]
+                    o = oracle.gated_rmsnorm(o, gate[t, h], weight, eps)
+                out[t, h] = rnd(o)
+    return out, snapshots
