@@ -15,11 +15,11 @@ std::optional<double> number(const OptDouble& x) { return x.has_value() ? std::o
 }  // namespace
 
 // What verify and decode share: `Step` of kda.py hands these over in this order.
-#define STEP_PARAMETERS                                                                                                                \
+#define SPECSTATE_KDA_STEP                                                                                                                \
   Opt x_q, Opt x_k, Opt x_v, Opt w_q, Opt w_k, Opt w_v, Opt cs_q, Opt cs_k, Opt cs_v, Opt g, Opt beta, Opt A_log, Opt dt_bias, Opt state, \
       Opt slots, Opt cu_seqlens, Opt onorm_gate, Opt onorm_weight, OptDouble onorm_eps, Opt out, OptDouble lower_bound,                  \
       double softplus_beta, double softplus_threshold, OptDouble scale, bool l2norm, bool round_before_norm, std::int64_t null_slot
-#define FILL_STEP(p)                                                                                                        \
+#define SPECSTATE_KDA_FILL(p)                                                                                                        \
   p.x_q = view("x_q", x_q), p.x_k = view("x_k", x_k), p.x_v = view("x_v", x_v);                                             \
   p.w_q = view("w_q", w_q), p.w_k = view("w_k", w_k), p.w_v = view("w_v", w_v);                                             \
   p.cs_q = view("cs_q", cs_q), p.cs_k = view("cs_k", cs_k), p.cs_v = view("cs_v", cs_v);                                    \
@@ -31,11 +31,11 @@ std::optional<double> number(const OptDouble& x) { return x.has_value() ? std::o
   p.l2norm = l2norm, p.round_before_norm = round_before_norm, p.null_slot = null_slot
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(
-    kda_verify, [](STEP_PARAMETERS, Opt rawv, Opt rawk, Opt ring_g, Opt ring_beta, Opt snapshots, Opt conv_q, Opt conv_k, Opt conv_v,
+    kda_verify, [](SPECSTATE_KDA_STEP, Opt rawv, Opt rawk, Opt ring_g, Opt ring_beta, Opt snapshots, Opt conv_q, Opt conv_k, Opt conv_v,
                    Opt rows, Opt parents, bool exact, bool update_state, bool null_from_zero, bool fused, std::int64_t s) {
       guard([&] {
         kda::VerifyParams p;
-        FILL_STEP(p);
+        SPECSTATE_KDA_FILL(p);
         p.rings = {view("rawv", rawv), view("rawk", rawk), view("g", ring_g), view("beta", ring_beta)};
         p.snapshots = view("snapshots", snapshots);
         p.conv_q = view("conv_q", conv_q), p.conv_k = view("conv_k", conv_k), p.conv_v = view("conv_v", conv_v);
@@ -45,10 +45,10 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(
       });
     });
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_decode, [](STEP_PARAMETERS, std::int64_t s) {
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_decode, [](SPECSTATE_KDA_STEP, std::int64_t s) {
   guard([&] {
     kda::DecodeParams p;
-    FILL_STEP(p);
+    SPECSTATE_KDA_FILL(p);
     kda::decode(p, stream(s));
   });
 });

@@ -1,4 +1,4 @@
-// KDA on the CPU. Verify, decode and fold share one recurrence (`Recur`): the same instructions for a token whichever of them runs it.
+// KDA on the CPU. Verify, decode and fold share one recurrence (`recur`): the same instructions for a token whichever of them runs it.
 //
 // Row-invariance: every sum over a head's channels is taken in 16 running lanes (channel c belongs to lane c mod 16) that are added in
 // one fixed tree, on every vector width; head dims are multiples of 16, so there are no tails. A value row of the state depends only
@@ -49,29 +49,29 @@ constexpr std::int64_t kLanes = 16;
 using D = hn::CappedTag<float, 16>;
 using D4 = hn::CappedTag<float, 4>;
 using V = hn::Vec<D>;
-constexpr std::int64_t N = static_cast<std::int64_t>(hn::MaxLanes(D()));
-constexpr std::int64_t kParts = kLanes / N;  // vectors of 16 lanes
+constexpr std::int64_t kWidth = static_cast<std::int64_t>(hn::MaxLanes(D()));
+constexpr std::int64_t kParts = kLanes / kWidth;  // vectors of 16 lanes
 
 // ---- scalars and vectors of the activation functions -------------------------------------------------------------------------
 
 /// e^x, 1 ulp; 0 below -104, infinity above 89, NaN stays NaN.
-HWY_INLINE V Exp(V x) {
+HWY_INLINE V exp_of(V x) {
   const D d;
   return hn::IfThenElse(hn::IsNaN(x), x, hn::Exp(d, hn::Min(hn::Set(d, 100.0f), x)));
 }
-HWY_INLINE V Sigmoid(V x) {
+HWY_INLINE V sigmoid(V x) {
   const D d;
   const V one = hn::Set(d, 1.0f);
-  return hn::Div(one, hn::Add(one, Exp(hn::Neg(x))));
+  return hn::Div(one, hn::Add(one, exp_of(hn::Neg(x))));
 }
 /// Beyond 80 softplus(x) is x in float32, whatever the threshold.
-HWY_INLINE V Softplus(V x, float beta, float threshold) {
+HWY_INLINE V softplus(V x, float beta, float threshold) {
   const D d;
   const V y = hn::Mul(x, hn::Set(d, beta));
-  const V soft = hn::Div(hn::Log1p(d, Exp(hn::Min(y, hn::Set(d, 90.0f)))), hn::Set(d, beta));
+  const V soft = hn::Div(hn::Log1p(d, exp_of(hn::Min(y, hn::Set(d, 90.0f)))), hn::Set(d, beta));
   return hn::IfThenElse(hn::Or(hn::Gt(y, hn::Set(d, std::min(threshold, 80.0f))), hn::IsNaN(x)), x, soft);
 }
-HWY_INLINE V RoundBf16(V x) {
+HWY_INLINE V round_bf16(V x) {
   const D d;
   const hn::RebindToUnsigned<D> du;
   const auto u = hn::BitCast(du, x);
@@ -86,52 +86,52 @@ HWY_INLINE V RoundBf16(V x) {
 
 using D16 = hn::Rebind<std::uint16_t, D>;
 
-HWY_INLINE V LoadBf16(const std::uint16_t* from) {
+HWY_INLINE V load_bf16(const std::uint16_t* from) {
   const hn::RebindToUnsigned<D> du;
   return hn::BitCast(D(), hn::ShiftLeft<16>(hn::PromoteTo(du, hn::LoadU(D16(), from))));
 }
-HWY_INLINE hn::Vec<D16> ToBf16(V x) {
+HWY_INLINE hn::Vec<D16> to_bf16(V x) {
   const hn::RebindToUnsigned<D> du;
-  return hn::TruncateTo(D16(), hn::ShiftRight<16>(hn::BitCast(du, RoundBf16(x))));
+  return hn::TruncateTo(D16(), hn::ShiftRight<16>(hn::BitCast(du, round_bf16(x))));
 }
 
 /// n floats (a multiple of 16) from dense storage.
-void Read(const char* from, bool bf16, std::int64_t n, float* HWY_RESTRICT to) {
+void read_row(const char* from, bool bf16, std::int64_t n, float* HWY_RESTRICT to) {
   if (!bf16) {
     std::memcpy(to, from, static_cast<std::size_t>(n) * 4);
     return;
   }
   const auto* p = reinterpret_cast<const std::uint16_t*>(from);
-  for (std::int64_t c = 0; c < n; c += N) hn::StoreU(LoadBf16(p + c), D(), to + c);
+  for (std::int64_t c = 0; c < n; c += kWidth) hn::StoreU(load_bf16(p + c), D(), to + c);
 }
-void Write(const float* HWY_RESTRICT from, std::int64_t n, char* to, bool bf16) {
+void write_row(const float* HWY_RESTRICT from, std::int64_t n, char* to, bool bf16) {
   if (!bf16) {
     std::memcpy(to, from, static_cast<std::size_t>(n) * 4);
     return;
   }
   auto* p = reinterpret_cast<std::uint16_t*>(to);
-  for (std::int64_t c = 0; c < n; c += N) hn::StoreU(ToBf16(hn::LoadU(D(), from + c)), D16(), p + c);
+  for (std::int64_t c = 0; c < n; c += kWidth) hn::StoreU(to_bf16(hn::LoadU(D(), from + c)), D16(), p + c);
 }
 
 /// A conv window of D channels: rows[0..2] are its three inputs, oldest first. Strides: channel, tap.
-void ReadWindow(const Array& a, std::int64_t offset, std::int64_t channel, std::int64_t tap, std::int64_t n, float* HWY_RESTRICT rows) {
+void read_window(const Array& a, std::int64_t offset, std::int64_t channel, std::int64_t tap, std::int64_t n, float* HWY_RESTRICT rows) {
   if (channel == 1) {
-    for (int t = 0; t < 3; ++t) Read(address(a, offset + t * tap), a.bf16, n, rows + t * n);
+    for (int t = 0; t < 3; ++t) read_row(address(a, offset + t * tap), a.bf16, n, rows + t * n);
     return;
   }
   for (std::int64_t c = 0; c < n; ++c)
     for (int t = 0; t < 3; ++t) rows[t * n + c] = load(a, offset + c * channel + t * tap);
 }
-void WriteWindow(const float* const rows[3], std::int64_t n, const Array& a, std::int64_t offset, std::int64_t channel, std::int64_t tap) {
+void write_window(const float* const rows[3], std::int64_t n, const Array& a, std::int64_t offset, std::int64_t channel, std::int64_t tap) {
   const D d;
   if (channel == 1) {
-    for (int t = 0; t < 3; ++t) Write(rows[t], n, address(a, offset + t * tap), a.bf16);
+    for (int t = 0; t < 3; ++t) write_row(rows[t], n, address(a, offset + t * tap), a.bf16);
   } else if (channel == 3 && tap == 1) {
-    for (std::int64_t c = 0; c < n; c += N) {
+    for (std::int64_t c = 0; c < n; c += kWidth) {
       const V x0 = hn::LoadU(d, rows[0] + c), x1 = hn::LoadU(d, rows[1] + c), x2 = hn::LoadU(d, rows[2] + c);
       char* to = address(a, offset + 3 * c);
       if (a.bf16)
-        hn::StoreInterleaved3(ToBf16(x0), ToBf16(x1), ToBf16(x2), D16(), reinterpret_cast<std::uint16_t*>(to));
+        hn::StoreInterleaved3(to_bf16(x0), to_bf16(x1), to_bf16(x2), D16(), reinterpret_cast<std::uint16_t*>(to));
       else
         hn::StoreInterleaved3(x0, x1, x2, d, reinterpret_cast<float*>(to));
     }
@@ -141,10 +141,10 @@ void WriteWindow(const float* const rows[3], std::int64_t n, const Array& a, std
   }
 }
 /// The four taps of D channels, one row a tap.
-void ReadTaps(const Array& a, std::int64_t first, std::int64_t n, float* HWY_RESTRICT taps) {
+void read_taps(const Array& a, std::int64_t first, std::int64_t n, float* HWY_RESTRICT taps) {
   const D d;
   if (a.stride[0] == 4 && a.stride[1] == 1) {
-    for (std::int64_t c = 0; c < n; c += N) {
+    for (std::int64_t c = 0; c < n; c += kWidth) {
       V w0, w1, w2, w3;
       hn::LoadInterleaved4(d, static_cast<const float*>(a.data) + (first + c) * 4, w0, w1, w2, w3);
       hn::StoreU(w0, d, taps + c), hn::StoreU(w1, d, taps + n + c), hn::StoreU(w2, d, taps + 2 * n + c), hn::StoreU(w3, d, taps + 3 * n + c);
@@ -159,7 +159,7 @@ void ReadTaps(const Array& a, std::int64_t first, std::int64_t n, float* HWY_RES
 
 #if HWY_TARGET == HWY_SCALAR
 /// The sums of four times 16 running lanes, pairing lanes 8, 4, 2 and 1 apart.
-HWY_INLINE void Sums(D, const V (&x)[4][kParts], float* to) {
+HWY_INLINE void sums4(D, const V (&x)[4][kParts], float* to) {
   for (int i = 0; i < 4; ++i) {
     float y[4];
     for (int l = 0; l < 4; ++l) y[l] = hn::GetLane(hn::Add(hn::Add(x[i][l], x[i][l + 8]), hn::Add(x[i][l + 4], x[i][l + 12])));
@@ -169,13 +169,13 @@ HWY_INLINE void Sums(D, const V (&x)[4][kParts], float* to) {
 #else
 /// 16 running lanes -> 4, pairing lanes 8 and then 4 apart.
 template <class DV, class VV = hn::Vec<DV>>
-HWY_INLINE auto Fold16(DV d, const VV (&x)[kParts]) {
-  if constexpr (N == 16) {
+HWY_INLINE auto fold16(DV d, const VV (&x)[kParts]) {
+  if constexpr (kWidth == 16) {
     const hn::Half<DV> d8;
     const hn::Half<hn::Half<DV>> d4;
     const auto y = hn::Add(hn::LowerHalf(d8, x[0]), hn::UpperHalf(d8, x[0]));
     return hn::Add(hn::LowerHalf(d4, y), hn::UpperHalf(d4, y));
-  } else if constexpr (N == 8) {
+  } else if constexpr (kWidth == 8) {
     const hn::Half<DV> d4;
     const auto y = hn::Add(x[0], x[1]);
     return hn::Add(hn::LowerHalf(d4, y), hn::UpperHalf(d4, y));
@@ -184,8 +184,8 @@ HWY_INLINE auto Fold16(DV d, const VV (&x)[kParts]) {
   }
 }
 /// The sums of four times 16 running lanes; the last two steps pair lanes 2 and then 1 apart.
-HWY_INLINE void Sums(D d, const V (&x)[4][kParts], float* to) {
-  const auto a = Fold16(d, x[0]), b = Fold16(d, x[1]), c = Fold16(d, x[2]), e = Fold16(d, x[3]);
+HWY_INLINE void sums4(D d, const V (&x)[4][kParts], float* to) {
+  const auto a = fold16(d, x[0]), b = fold16(d, x[1]), c = fold16(d, x[2]), e = fold16(d, x[3]);
   const D4 d4;
   const auto ab = hn::Add(hn::ConcatLowerLower(d4, b, a), hn::ConcatUpperUpper(d4, b, a));
   const auto ce = hn::Add(hn::ConcatLowerLower(d4, e, c), hn::ConcatUpperUpper(d4, e, c));
@@ -193,16 +193,16 @@ HWY_INLINE void Sums(D d, const V (&x)[4][kParts], float* to) {
 }
 #endif
 /// x . y over n channels.
-float Dot(const float* HWY_RESTRICT x, const float* HWY_RESTRICT y, std::int64_t n) {
+float dot(const float* HWY_RESTRICT x, const float* HWY_RESTRICT y, std::int64_t n) {
   const D d;
   V acc[4][kParts];
   for (std::int64_t h = 0; h < kParts; ++h) {
     V sum = hn::Zero(d);
-    for (std::int64_t c = h * N; c < n; c += kLanes) sum = hn::MulAdd(hn::LoadU(d, x + c), hn::LoadU(d, y + c), sum);
+    for (std::int64_t c = h * kWidth; c < n; c += kLanes) sum = hn::MulAdd(hn::LoadU(d, x + c), hn::LoadU(d, y + c), sum);
     acc[0][h] = acc[1][h] = acc[2][h] = acc[3][h] = sum;
   }
   float sums[4];
-  Sums(d, acc, sums);
+  sums4(d, acc, sums);
   return sums[0];
 }
 
@@ -226,7 +226,7 @@ struct Place {
   explicit operator bool() const { return data != nullptr; }
   char* row(std::int64_t v, std::int64_t K) const { return data + v * K * (bf16 ? 2 : 4); }
 };
-HWY_INLINE Place PlaceAt(const Array& a, std::int64_t offset) { return {address(a, offset), a.bf16}; }
+HWY_INLINE Place place_at(const Array& a, std::int64_t offset) { return {address(a, offset), a.bf16}; }
 
 struct Walk {
   std::int64_t K, V;
@@ -242,7 +242,7 @@ struct Walk {
 
 /// One token, four value rows: S <- (S + u_before k_before) * decay; p = S . k, r = S . q. kFirst: there is no token before.
 template <bool kFirst, bool kOut>
-HWY_INLINE void Step(const Walk& w, const float* from, float* to, const float* k_before, const float* u_before, const float* decay,
+HWY_INLINE void step(const Walk& w, const float* from, float* to, const float* k_before, const float* u_before, const float* decay,
                      const float* k, const float* q, float* p, float* r) {
   const D d;
   const std::int64_t K = w.K;
@@ -251,12 +251,12 @@ HWY_INLINE void Step(const Walk& w, const float* from, float* to, const float* k
   const V u2 = kFirst ? hn::Zero(d) : hn::Set(d, u_before[2]), u3 = kFirst ? hn::Zero(d) : hn::Set(d, u_before[3]);
   for (std::int64_t h = 0; h < kParts; ++h) {
     V p0 = hn::Zero(d), p1 = p0, p2 = p0, p3 = p0, r0 = p0, r1 = p0, r2 = p0, r3 = p0;
-    for (std::int64_t c = h * N; c < K; c += kLanes) {
+    for (std::int64_t c = h * kWidth; c < K; c += kLanes) {
       V s0 = hn::LoadU(d, from + c), s1 = hn::LoadU(d, from + K + c), s2 = hn::LoadU(d, from + 2 * K + c), s3 = hn::LoadU(d, from + 3 * K + c);
       if constexpr (!kFirst) {
         const V kb = hn::LoadU(d, k_before + c);
         s0 = hn::MulAdd(u0, kb, s0), s1 = hn::MulAdd(u1, kb, s1), s2 = hn::MulAdd(u2, kb, s2), s3 = hn::MulAdd(u3, kb, s3);
-        if (w.round) s0 = RoundBf16(s0), s1 = RoundBf16(s1), s2 = RoundBf16(s2), s3 = RoundBf16(s3);
+        if (w.round) s0 = round_bf16(s0), s1 = round_bf16(s1), s2 = round_bf16(s2), s3 = round_bf16(s3);
       }
       const V dd = hn::LoadU(d, decay + c), kk = hn::LoadU(d, k + c);
       s0 = hn::Mul(s0, dd), s1 = hn::Mul(s1, dd), s2 = hn::Mul(s2, dd), s3 = hn::Mul(s3, dd);
@@ -270,22 +270,22 @@ HWY_INLINE void Step(const Walk& w, const float* from, float* to, const float* k
     ps[0][h] = p0, ps[1][h] = p1, ps[2][h] = p2, ps[3][h] = p3;
     rs[0][h] = r0, rs[1][h] = r1, rs[2][h] = r2, rs[3][h] = r3;
   }
-  Sums(d, ps, p);
-  if constexpr (kOut) Sums(d, rs, r);
+  sums4(d, ps, p);
+  if constexpr (kOut) sums4(d, rs, r);
 }
 
 /// The completed state after a token, kRows value rows: S + u k, stored.
-HWY_INLINE void Complete(const Walk& w, const float* from, const float* u, const float* k, Place to, std::int64_t v0) {
+HWY_INLINE void complete(const Walk& w, const float* from, const float* u, const float* k, Place to, std::int64_t v0) {
   const D d;
   for (std::int64_t row = 0; row < kRows; ++row) {
     const V ur = hn::Set(d, u[row]);
     const float* s = from + row * w.K;
     char* out = to.row(v0 + row, w.K);
-    for (std::int64_t c = 0; c < w.K; c += N) {
+    for (std::int64_t c = 0; c < w.K; c += kWidth) {
       V x = hn::MulAdd(ur, hn::LoadU(d, k + c), hn::LoadU(d, s + c));
-      if (w.round) x = RoundBf16(x);
+      if (w.round) x = round_bf16(x);
       if (to.bf16)
-        hn::StoreU(ToBf16(x), D16(), reinterpret_cast<std::uint16_t*>(out) + c);
+        hn::StoreU(to_bf16(x), D16(), reinterpret_cast<std::uint16_t*>(out) + c);
       else
         hn::StoreU(x, d, reinterpret_cast<float*>(out) + c);
     }
@@ -295,7 +295,7 @@ HWY_INLINE void Complete(const Walk& w, const float* from, const float* u, const
 /// S *= decay; u = (v - S k) * beta; S += u k; o = S q, written as r + u (k . q) with r = (decayed S) q, so that one pass a token over
 /// the rows does it all: a token's rank-1 update is applied when the next token reads the row.
 template <bool kOut>
-void Recur(const Walk& w, const Tokens& x) {
+void recur(const Walk& w, const Tokens& x) {
   const D4 d4;
   const std::int64_t K = w.K;
   for (std::int64_t v0 = 0; v0 < w.V; v0 += kRows) {
@@ -303,7 +303,7 @@ void Recur(const Walk& w, const Tokens& x) {
     if (!w.from)
       std::fill(w.small, w.small + kRows * K, 0.0f);
     else if (w.from.bf16)
-      Read(w.from.row(v0, K), true, kRows * K, w.small);
+      read_row(w.from.row(v0, K), true, kRows * K, w.small);
     else
       start = reinterpret_cast<const float*>(w.from.row(v0, K));
     // A tree's first node must not overwrite the start that other roots read: node i lives in place i + 1.
@@ -318,9 +318,9 @@ void Recur(const Walk& w, const Tokens& x) {
         const float* const k = x.k + i * K;
         const float* const q = kOut ? x.q + i * K : nullptr;
         if (before < 0)
-          Step<true, kOut>(w, from + g * K, to + g * K, nullptr, nullptr, x.decay + i * K, k, q, p, r);
+          step<true, kOut>(w, from + g * K, to + g * K, nullptr, nullptr, x.decay + i * K, k, q, p, r);
         else
-          Step<false, kOut>(w, from + g * K, to + g * K, x.k + before * K, x.u + before * kRows + g, x.decay + i * K, k, q, p, r);
+          step<false, kOut>(w, from + g * K, to + g * K, x.k + before * K, x.u + before * kRows + g, x.decay + i * K, k, q, p, r);
         for (std::size_t l = 0; l < 4; l += hn::MaxLanes(d4)) {
           const auto v = hn::LoadU(d4, x.v + i * w.V + v0 + g + l);
           const auto u = hn::Mul(hn::Sub(v, hn::LoadU(d4, p + l)), hn::Set(d4, x.beta[i]));
@@ -329,59 +329,59 @@ void Recur(const Walk& w, const Tokens& x) {
         }
       }
       const float* const u = x.u + i * kRows;
-      if (w.snapshots) Complete(w, to, u, x.k + i * K, {w.snapshots.data + i * w.snapshot_pitch, w.snapshots.bf16}, v0);
-      if (w.track && i == w.track_step) Complete(w, to, u, x.k + i * K, w.track, v0);
+      if (w.snapshots) complete(w, to, u, x.k + i * K, {w.snapshots.data + i * w.snapshot_pitch, w.snapshots.bf16}, v0);
+      if (w.track && i == w.track_step) complete(w, to, u, x.k + i * K, w.track, v0);
     }
-    if (w.last) Complete(w, nodes + (x.n - 1) * node_pitch, x.u + (x.n - 1) * kRows, x.k + (x.n - 1) * K, w.last, v0);
+    if (w.last) complete(w, nodes + (x.n - 1) * node_pitch, x.u + (x.n - 1) * kRows, x.k + (x.n - 1) * K, w.last, v0);
   }
 }
 
 // ---- what comes before the recurrence ----------------------------------------------------------------------------------------
 
 /// y[i] = round(silu(conv)) of every token; `ancestor[i]` names the three inputs before token i in `inputs`.
-void ConvSilu(const float* HWY_RESTRICT inputs, const float* HWY_RESTRICT taps, const std::int32_t (*ancestor)[3], std::int64_t n,
+void conv_silu(const float* HWY_RESTRICT inputs, const float* HWY_RESTRICT taps, const std::int32_t (*ancestor)[3], std::int64_t n,
               std::int64_t channels, bool round, float* HWY_RESTRICT y) {
   const D d;
   for (std::int64_t i = 0; i < n; ++i) {
     const float* x[4];
     for (int t = 0; t < 3; ++t) x[t] = inputs + ancestor[i][t] * channels;
     x[3] = inputs + (i + 3) * channels;
-    for (std::int64_t c = 0; c < channels; c += N) {
+    for (std::int64_t c = 0; c < channels; c += kWidth) {
       V s = hn::Mul(hn::LoadU(d, x[0] + c), hn::LoadU(d, taps + c));
       for (int t = 1; t < 4; ++t) s = hn::MulAdd(hn::LoadU(d, x[t] + c), hn::LoadU(d, taps + t * channels + c), s);
-      s = hn::Mul(s, Sigmoid(s));
-      hn::StoreU(round ? RoundBf16(s) : s, d, y + i * channels + c);
+      s = hn::Mul(s, sigmoid(s));
+      hn::StoreU(round ? round_bf16(s) : s, d, y + i * channels + c);
     }
   }
 }
 
 /// k <- k / sqrt(k . k + 1e-6), in place: the one form of the norm, for verify and fold.
-HWY_INLINE float InverseNorm(const float* x, std::int64_t n) { return 1.0f / std::sqrt(Dot(x, x, n) + 1e-6f); }
+HWY_INLINE float inverse_norm(const float* x, std::int64_t n) { return 1.0f / std::sqrt(dot(x, x, n) + 1e-6f); }
 
-HWY_INLINE void Scale(float* x, float factor, std::int64_t n) {
+HWY_INLINE void scale_row(float* x, float factor, std::int64_t n) {
   const D d;
-  for (std::int64_t c = 0; c < n; c += N) hn::StoreU(hn::Mul(hn::LoadU(d, x + c), hn::Set(d, factor)), d, x + c);
+  for (std::int64_t c = 0; c < n; c += kWidth) hn::StoreU(hn::Mul(hn::LoadU(d, x + c), hn::Set(d, factor)), d, x + c);
 }
 
-HWY_INLINE float Scalar(V x) { return hn::GetLane(x); }
+HWY_INLINE float first_lane(V x) { return hn::GetLane(x); }
 
-HWY_INLINE V LogDecay(const VerifyArgs& a, float amplitude, V x) {
+HWY_INLINE V log_decay(const VerifyArgs& a, float amplitude, V x) {
   const D d;
-  if (a.safe_gate) return hn::Mul(hn::Set(d, a.lower_bound), Sigmoid(hn::Mul(hn::Set(d, amplitude), x)));
-  return hn::Neg(hn::Mul(hn::Set(d, amplitude), Softplus(x, a.softplus_beta, a.softplus_threshold)));
+  if (a.safe_gate) return hn::Mul(hn::Set(d, a.lower_bound), sigmoid(hn::Mul(hn::Set(d, amplitude), x)));
+  return hn::Neg(hn::Mul(hn::Set(d, amplitude), softplus(x, a.softplus_beta, a.softplus_threshold)));
 }
 
 /// exp(a_log), kept finite so that it times a vanished softplus is 0 and not NaN.
-HWY_INLINE float Amplitude(float a_log) {
+HWY_INLINE float amplitude_of(float a_log) {
   const double a = std::exp(static_cast<double>(a_log));
   return a > std::numeric_limits<float>::max() ? std::numeric_limits<float>::max() : static_cast<float>(a);
 }
 
 /// Log decays -> decays in place; a scalar gate (one log decay, in ld[0]) becomes K of them.
-HWY_INLINE void Decay(bool scalar, std::int64_t K, float* ld) {
+HWY_INLINE void to_decay(bool scalar, std::int64_t K, float* ld) {
   const D d;
   const V one = hn::Set(d, ld[0]);
-  for (std::int64_t c = 0; c < K; c += N) hn::StoreU(Exp(scalar ? one : hn::LoadU(d, ld + c)), d, ld + c);
+  for (std::int64_t c = 0; c < K; c += kWidth) hn::StoreU(exp_of(scalar ? one : hn::LoadU(d, ld + c)), d, ld + c);
 }
 
 /// Scratch of one item, cut from one block of floats.
@@ -395,66 +395,66 @@ struct Cutter {
 };
 
 /// Raw inputs of the block behind the three before it, then q, k or v of the recurrence.
-void Channels(const Channel& c, const Request& r, std::int64_t head, std::int64_t first, std::int64_t n, std::int64_t channels,
+void fill_channels(const Channel& c, const Request& r, std::int64_t head, std::int64_t first, std::int64_t n, std::int64_t channels,
               const std::int32_t (*ancestor)[3], bool write_windows, float* inputs, const float* taps, float* y) {
   for (std::int64_t i = 0; i < n; ++i) {
     float* to = c.weight ? inputs + (i + 3) * channels : y + i * channels;
-    Read(address(c.x, at(c.x, r.begin + first + i, head)), c.x.bf16, channels, to);
+    read_row(address(c.x, at(c.x, r.begin + first + i, head)), c.x.bf16, channels, to);
   }
   if (!c.weight) return;
-  ConvSilu(inputs, taps, ancestor, n, channels, c.x.bf16, y);
+  conv_silu(inputs, taps, ancestor, n, channels, c.x.bf16, y);
   if (write_windows && c.windows)
     for (std::int64_t i = 0; i < n; ++i) {
       const float* rows[3] = {inputs + ancestor[i][1] * channels, inputs + ancestor[i][2] * channels, inputs + (i + 3) * channels};
-      WriteWindow(rows, channels, c.windows, at(c.windows, r.row, first + i, head * channels), c.windows.stride[2], c.windows.stride[3]);
+      write_window(rows, channels, c.windows, at(c.windows, r.row, first + i, head * channels), c.windows.stride[2], c.windows.stride[3]);
     }
 }
 
-void StartChannels(const Channel& c, const Request& r, std::int64_t head, std::int64_t channels, float* inputs, float* taps) {
+void start_channels(const Channel& c, const Request& r, std::int64_t head, std::int64_t channels, float* inputs, float* taps) {
   if (!c.weight) return;
-  ReadTaps(c.weight, head * channels, channels, taps);
+  read_taps(c.weight, head * channels, channels, taps);
   if (r.slot < 0)
     std::fill(inputs, inputs + 3 * channels, 0.0f);
   else
-    ReadWindow(c.window, at(c.window, r.slot, head * channels), c.window.stride[1], c.window.stride[2], channels, inputs);
+    read_window(c.window, at(c.window, r.slot, head * channels), c.window.stride[1], c.window.stride[2], channels, inputs);
 }
 
 /// After a block: its last three inputs go to the front, and at a request's end into the pool if that is advanced in place.
-void EndChannels(const Channel& c, const Request& r, std::int64_t head, std::int64_t n, std::int64_t channels, bool to_pool, float* inputs) {
+void end_channels(const Channel& c, const Request& r, std::int64_t head, std::int64_t n, std::int64_t channels, bool to_pool, float* inputs) {
   if (!c.weight) return;
   if (to_pool && r.slot >= 0) {
     const float* rows[3] = {inputs + n * channels, inputs + (n + 1) * channels, inputs + (n + 2) * channels};
-    WriteWindow(rows, channels, c.window, at(c.window, r.slot, head * channels), c.window.stride[1], c.window.stride[2]);
+    write_window(rows, channels, c.window, at(c.window, r.slot, head * channels), c.window.stride[1], c.window.stride[2]);
   }
   std::memmove(inputs, inputs + n * channels, static_cast<std::size_t>(3 * channels) * 4);
 }
 
 /// The outputs of n tokens of one value head: optional gated RMS norm, rounding, storage.
-void Output(const VerifyArgs& a, std::int64_t token, std::int64_t head, std::int64_t n, float* o) {
+void output(const VerifyArgs& a, std::int64_t token, std::int64_t head, std::int64_t n, float* o) {
   const D d;
   const std::int64_t channels = a.V;
   float gate[128];
   for (std::int64_t i = 0; i < n; ++i, o += channels) {
     if (a.gate) {
       if (a.round_before_norm && a.out.bf16)
-        for (std::int64_t c = 0; c < channels; c += N) hn::StoreU(RoundBf16(hn::LoadU(d, o + c)), d, o + c);
-      const V r = hn::Set(d, 1.0f / std::sqrt(Dot(o, o, channels) * (1.0f / static_cast<float>(channels)) + a.norm_eps));
-      Read(address(a.gate, at(a.gate, token + i, head)), a.gate.bf16, channels, gate);
+        for (std::int64_t c = 0; c < channels; c += kWidth) hn::StoreU(round_bf16(hn::LoadU(d, o + c)), d, o + c);
+      const V r = hn::Set(d, 1.0f / std::sqrt(dot(o, o, channels) * (1.0f / static_cast<float>(channels)) + a.norm_eps));
+      read_row(address(a.gate, at(a.gate, token + i, head)), a.gate.bf16, channels, gate);
       const float* weight = static_cast<const float*>(a.norm_weight.data);
       const std::int64_t pitch = a.norm_weight.stride[0];
-      for (std::int64_t c = 0; c < channels; c += N) {
-        float lanes[N];
-        for (std::int64_t l = 0; l < N; ++l) lanes[l] = weight[(c + l) * pitch];
+      for (std::int64_t c = 0; c < channels; c += kWidth) {
+        float lanes[kWidth];
+        for (std::int64_t l = 0; l < kWidth; ++l) lanes[l] = weight[(c + l) * pitch];
         const V y = hn::Mul(hn::Mul(hn::LoadU(d, o + c), r), hn::LoadU(d, lanes));
-        hn::StoreU(hn::Mul(y, Sigmoid(hn::LoadU(d, gate + c))), d, o + c);
+        hn::StoreU(hn::Mul(y, sigmoid(hn::LoadU(d, gate + c))), d, o + c);
       }
     }
-    Write(o, channels, address(a.out, at(a.out, token + i, head)), a.out.bf16);
+    write_row(o, channels, address(a.out, at(a.out, token + i, head)), a.out.bf16);
   }
 }
 
 /// Item = (request, key head), with the value heads that read it.
-void VerifyItem(const VerifyArgs& a, const Plan& plan, const Request& r, std::int64_t h, float* scratch) {
+void verify_item(const VerifyArgs& a, const Plan& plan, const Request& r, std::int64_t h, float* scratch) {
   const D d;
   const std::int64_t K = a.K, VD = a.V, B = plan.block, G = a.HV / a.H;
   Cutter cut{scratch};
@@ -465,9 +465,9 @@ void VerifyItem(const VerifyArgs& a, const Plan& plan, const Request& r, std::in
   auto* ancestor = reinterpret_cast<std::int32_t(*)[3]>(cut.take(B * 3));
   float *work = cut.take(plan.blocks ? G * VD * K : 0), *small = cut.take((plan.tree ? B + 1 : 1) * kRows * K);
 
-  StartChannels(a.q, r, h, K, in_q, taps_q);
-  StartChannels(a.k, r, h, K, in_k, taps_k);
-  for (std::int64_t j = 0; j < G; ++j) StartChannels(a.v, r, h * G + j, VD, in_v + j * (B + 3) * VD, taps_v + j * 4 * VD);
+  start_channels(a.q, r, h, K, in_q, taps_q);
+  start_channels(a.k, r, h, K, in_k, taps_k);
+  for (std::int64_t j = 0; j < G; ++j) start_channels(a.v, r, h * G + j, VD, in_v + j * (B + 3) * VD, taps_v + j * 4 * VD);
   const std::int32_t* parents = a.parents.empty() ? nullptr : a.parents.data() + r.begin;
 
   for (std::int64_t first = 0; first < r.tokens; first += B) {
@@ -478,43 +478,43 @@ void VerifyItem(const VerifyArgs& a, const Plan& plan, const Request& r, std::in
       for (std::int32_t t = 0; t < 3; ++t)
         ancestor[i][t] = before < 0 ? t : t < 2 ? ancestor[before][t + 1] : static_cast<std::int32_t>(before + 3);
     }
-    Channels(a.q, r, h, first, n, K, ancestor, true, in_q, taps_q, q);
-    Channels(a.k, r, h, first, n, K, ancestor, true, in_k, taps_k, k);
+    fill_channels(a.q, r, h, first, n, K, ancestor, true, in_q, taps_q, q);
+    fill_channels(a.k, r, h, first, n, K, ancestor, true, in_k, taps_k, k);
     for (std::int64_t i = 0; i < n; ++i) {
       float *qi = q + i * K, *ki = k + i * K;
-      if (records && first + i < a.L) Write(ki, K, address(a.rawk, at(a.rawk, r.slot, h, first + i)), a.rawk.bf16);
-      if (a.l2norm) Scale(ki, InverseNorm(ki, K), K);
-      Scale(qi, a.l2norm ? InverseNorm(qi, K) * a.scale : a.scale, K);
-      kq[i] = Dot(ki, qi, K);
+      if (records && first + i < a.L) write_row(ki, K, address(a.rawk, at(a.rawk, r.slot, h, first + i)), a.rawk.bf16);
+      if (a.l2norm) scale_row(ki, inverse_norm(ki, K), K);
+      scale_row(qi, a.l2norm ? inverse_norm(qi, K) * a.scale : a.scale, K);
+      kq[i] = dot(ki, qi, K);
     }
     for (std::int64_t j = 0; j < G; ++j) {
       const std::int64_t hv = h * G + j;
       float* inputs = in_v + j * (B + 3) * VD;
-      Channels(a.v, r, hv, first, n, VD, ancestor, true, inputs, taps_v + j * 4 * VD, v);
-      const float amplitude = Amplitude(load(a.a_log, at(a.a_log, hv)));
+      fill_channels(a.v, r, hv, first, n, VD, ancestor, true, inputs, taps_v + j * 4 * VD, v);
+      const float amplitude = amplitude_of(load(a.a_log, at(a.a_log, hv)));
       for (std::int64_t i = 0; i < n; ++i) {
         const std::int64_t token = r.begin + first + i;
         float* ld = decay + i * K;
         if (a.scalar_gate) {
           const float x = load(a.g, at(a.g, token, hv)) + load(a.dt_bias, at(a.dt_bias, hv));
-          ld[0] = Scalar(LogDecay(a, amplitude, hn::Set(d, x)));
+          ld[0] = first_lane(log_decay(a, amplitude, hn::Set(d, x)));
         } else {
-          Read(address(a.g, at(a.g, token, hv)), a.g.bf16, K, ld);
+          read_row(address(a.g, at(a.g, token, hv)), a.g.bf16, K, ld);
           float bias[128];
           for (std::int64_t c = 0; c < K; ++c) bias[c] = load(a.dt_bias, at(a.dt_bias, hv, c));
-          for (std::int64_t c = 0; c < K; c += N)
-            hn::StoreU(LogDecay(a, amplitude, hn::Add(hn::LoadU(d, ld + c), hn::LoadU(d, bias + c))), d, ld + c);
+          for (std::int64_t c = 0; c < K; c += kWidth)
+            hn::StoreU(log_decay(a, amplitude, hn::Add(hn::LoadU(d, ld + c), hn::LoadU(d, bias + c))), d, ld + c);
         }
-        beta[i] = Scalar(Sigmoid(hn::Set(d, load(a.beta, at(a.beta, token, hv)))));
+        beta[i] = first_lane(sigmoid(hn::Set(d, load(a.beta, at(a.beta, token, hv)))));
         if (records && first + i < a.L) {
-          Write(v + i * VD, VD, address(a.rawv, at(a.rawv, r.slot, hv, first + i)), a.rawv.bf16);
+          write_row(v + i * VD, VD, address(a.rawv, at(a.rawv, r.slot, hv, first + i)), a.rawv.bf16);
           store(a.ring_beta, at(a.ring_beta, r.slot, hv, first + i), beta[i]);
           if (a.scalar_gate)
             store(a.ring_g, at(a.ring_g, r.slot, hv, first + i), ld[0]);
           else
-            Write(ld, K, address(a.ring_g, at(a.ring_g, r.slot, hv, first + i)), false);
+            write_row(ld, K, address(a.ring_g, at(a.ring_g, r.slot, hv, first + i)), false);
         }
-        Decay(a.scalar_gate, K, ld);
+        to_decay(a.scalar_gate, K, ld);
       }
       Walk w{};
       w.K = K, w.V = VD, w.round = a.state.bf16, w.small = small;
@@ -522,33 +522,33 @@ void VerifyItem(const VerifyArgs& a, const Plan& plan, const Request& r, std::in
       if (first > 0)
         w.from = {reinterpret_cast<char*>(kept), false};
       else if (r.slot >= 0)
-        w.from = PlaceAt(a.state, at(a.state, r.slot, hv));
+        w.from = place_at(a.state, at(a.state, r.slot, hv));
       if (a.snapshots && r.row >= 0) {
-        w.snapshots = PlaceAt(a.snapshots, at(a.snapshots, r.row, first, hv));
+        w.snapshots = place_at(a.snapshots, at(a.snapshots, r.row, first, hv));
         w.snapshot_pitch = a.snapshots.stride[1] * (a.snapshots.bf16 ? 2 : 4);
       }
       if (!end)
         w.last = {reinterpret_cast<char*>(kept), false};
       else if (a.update_state && r.slot >= 0)
-        w.last = PlaceAt(a.state, at(a.state, r.slot, hv));
-      Recur<true>(w, {n, parents, k, q, decay, v, beta, kq, o, u});
-      Output(a, r.begin + first, hv, n, o);
-      EndChannels(a.v, r, hv, n, VD, end && a.update_windows, inputs);
+        w.last = place_at(a.state, at(a.state, r.slot, hv));
+      recur<true>(w, {n, parents, k, q, decay, v, beta, kq, o, u});
+      output(a, r.begin + first, hv, n, o);
+      end_channels(a.v, r, hv, n, VD, end && a.update_windows, inputs);
     }
-    EndChannels(a.q, r, h, n, K, end && a.update_windows, in_q);
-    EndChannels(a.k, r, h, n, K, end && a.update_windows, in_k);
+    end_channels(a.q, r, h, n, K, end && a.update_windows, in_q);
+    end_channels(a.k, r, h, n, K, end && a.update_windows, in_k);
   }
 }
 
-void VerifyItems(const VerifyArgs& a, const Plan& plan, std::int64_t begin, std::int64_t end, float* scratch) {
+void verify_items(const VerifyArgs& a, const Plan& plan, std::int64_t begin, std::int64_t end, float* scratch) {
   for (std::int64_t item = begin; item < end; ++item) {
     const Request& r = a.requests[static_cast<std::size_t>(item / a.H)];
-    if (r.tokens > 0 && (r.slot >= 0 || a.null_from_zero)) VerifyItem(a, plan, r, item % a.H, scratch);
+    if (r.tokens > 0 && (r.slot >= 0 || a.null_from_zero)) verify_item(a, plan, r, item % a.H, scratch);
   }
 }
 
 /// Item = (layer, request, key head).
-void FoldItem(const FoldArgs& a, const Plan& plan, std::int64_t layer, const FoldRequest& r, std::int64_t h, float* scratch) {
+void fold_item(const FoldArgs& a, const Plan& plan, std::int64_t layer, const FoldRequest& r, std::int64_t h, float* scratch) {
   const std::int64_t K = a.K, VD = a.V, B = plan.block, G = a.HV / a.H;
   Cutter cut{scratch};
   float *k = cut.take(B * K), *decay = cut.take(B * K), *v = cut.take(B * VD), *beta = cut.take(B), *u = cut.take(B * kRows);
@@ -557,39 +557,39 @@ void FoldItem(const FoldArgs& a, const Plan& plan, std::int64_t layer, const Fol
     const std::int64_t n = std::min(B, r.tokens - first);
     const bool end = first + n == r.tokens;
     for (std::int64_t i = 0; i < n; ++i) {
-      Read(address(a.rawk, at(a.rawk, layer, r.slot, h, first + i)), a.rawk.bf16, K, k + i * K);
-      if (a.l2norm) Scale(k + i * K, InverseNorm(k + i * K, K), K);
+      read_row(address(a.rawk, at(a.rawk, layer, r.slot, h, first + i)), a.rawk.bf16, K, k + i * K);
+      if (a.l2norm) scale_row(k + i * K, inverse_norm(k + i * K, K), K);
     }
     for (std::int64_t j = 0; j < G; ++j) {
       const std::int64_t hv = h * G + j;
       for (std::int64_t i = 0; i < n; ++i) {
-        Read(address(a.rawv, at(a.rawv, layer, r.slot, hv, first + i)), a.rawv.bf16, VD, v + i * VD);
+        read_row(address(a.rawv, at(a.rawv, layer, r.slot, hv, first + i)), a.rawv.bf16, VD, v + i * VD);
         beta[i] = load(a.ring_beta, at(a.ring_beta, layer, r.slot, hv, first + i));
         float* ld = decay + i * K;
         const std::int64_t g = at(a.ring_g, layer, r.slot, hv, first + i);
         if (a.scalar_gate)
           ld[0] = load(a.ring_g, g);
         else
-          Read(address(a.ring_g, g), false, K, ld);
-        Decay(a.scalar_gate, K, ld);
+          read_row(address(a.ring_g, g), false, K, ld);
+        to_decay(a.scalar_gate, K, ld);
       }
-      const Place state = PlaceAt(a.state, at(a.state, layer, r.slot, hv));
+      const Place state = place_at(a.state, at(a.state, layer, r.slot, hv));
       const Place kept = {reinterpret_cast<char*>(work + j * VD * K), false};
       Walk w{};
       w.K = K, w.V = VD, w.round = a.state.bf16, w.small = small;
       w.from = first > 0 ? kept : state;
       w.last = end ? state : kept;
       if (r.track >= 0 && r.track_step >= first && r.track_step < first + n)
-        w.track = PlaceAt(a.state, at(a.state, layer, r.track, hv)), w.track_step = r.track_step - first;
-      Recur<false>(w, {n, nullptr, k, nullptr, decay, v, beta, nullptr, nullptr, u});
+        w.track = place_at(a.state, at(a.state, layer, r.track, hv)), w.track_step = r.track_step - first;
+      recur<false>(w, {n, nullptr, k, nullptr, decay, v, beta, nullptr, nullptr, u});
     }
   }
 }
 
-void FoldItems(const FoldArgs& a, const Plan& plan, std::int64_t begin, std::int64_t end, float* scratch) {
+void fold_items(const FoldArgs& a, const Plan& plan, std::int64_t begin, std::int64_t end, float* scratch) {
   const auto requests = static_cast<std::int64_t>(a.requests.size());
   for (std::int64_t item = begin; item < end; ++item)
-    FoldItem(a, plan, item / (requests * a.H), a.requests[static_cast<std::size_t>(item / a.H % requests)], item % a.H, scratch);
+    fold_item(a, plan, item / (requests * a.H), a.requests[static_cast<std::size_t>(item / a.H % requests)], item % a.H, scratch);
 }
 
 }  // namespace
@@ -598,8 +598,8 @@ HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
 namespace specstate::kda::cpu {
-HWY_EXPORT(VerifyItems);
-HWY_EXPORT(FoldItems);
+HWY_EXPORT(verify_items);
+HWY_EXPORT(fold_items);
 
 namespace {
 
@@ -647,7 +647,7 @@ void run(const VerifyArgs& a, Stream) {
   if (longest == 0) return;
   const Plan plan = plan_of(longest, !a.parents.empty(), a.K, a.V, a.HV / a.H);
   specstate::cpu::parallel_for(static_cast<std::int64_t>(a.requests.size()) * a.H, 1, [&](std::int64_t begin, std::int64_t end) {
-    HWY_DYNAMIC_DISPATCH(VerifyItems)(a, plan, begin, end, scratch(plan.floats));
+    HWY_DYNAMIC_DISPATCH(verify_items)(a, plan, begin, end, scratch(plan.floats));
   });
 }
 
@@ -657,7 +657,7 @@ void run(const FoldArgs& a, Stream) {
   if (longest == 0) return;
   const Plan plan = plan_of(longest, false, a.K, a.V, a.HV / a.H);
   specstate::cpu::parallel_for(a.layers * static_cast<std::int64_t>(a.requests.size()) * a.H, 1, [&](std::int64_t begin, std::int64_t end) {
-    HWY_DYNAMIC_DISPATCH(FoldItems)(a, plan, begin, end, scratch(plan.floats));
+    HWY_DYNAMIC_DISPATCH(fold_items)(a, plan, begin, end, scratch(plan.floats));
   });
 }
 
