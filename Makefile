@@ -24,8 +24,10 @@ build:  ## everything that runs on a CPU, into build/release
 test: build  ## every test that this machine can run; the last line is the sum
 	@.venv/bin/python3 tools/run_tests.py $(TEST_FLAGS)
 
-bench: build  ## the CPU benchmarks, recorded in bench/results/cpu.json
-	build/release/specstate bench all --device cpu --json bench/results/cpu.json
+bench: build  ## the CPU benchmarks with all threads and with one, recorded in bench/results/cpu.json and docs/performance.md
+	build/release/specstate bench all --device cpu --record
+	SPECSTATE_NUM_THREADS=1 build/release/specstate bench all --device cpu --record
+	@.venv/bin/python3 tools/bench_tables.py
 
 lint:  ## the rules of tests/lint alone
 	@tools/bootstrap build test

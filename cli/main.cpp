@@ -8,6 +8,7 @@
 #include <exception>
 #include <string>
 
+#include "bench.hpp"
 #include "doctor.hpp"
 #include "output.hpp"
 #include "specstate/error.hpp"
@@ -43,6 +44,14 @@ int run(int argc, char** argv) {
   doctor_app->add_option("--model", doctor.model, "model folder (default: the embedded model)");
   doctor_app->add_option("--json", doctor.json, "write the report as JSON to a file, or - for stdout");
 
+  BenchOptions bench;
+  CLI::App* bench_app = app.add_subcommand("bench", "measure operations beside their floors and peers");
+  bench_app->add_option("family", bench.family, "matmul, ... or all")->required();
+  bench_app->add_option("--device", bench.device, "cpu or cuda")->check(CLI::IsMember({"cpu", "cuda"}));
+  bench_app->add_flag("--quick", bench.quick, "few and short samples: shows that it runs, not how fast");
+  bench_app->add_flag("--record", bench.record, "merge into bench/results/<device>.json of this checkout");
+  bench_app->add_option("--json", bench.json, "write the results as JSON to a file, or - for stdout");
+
   try {
     app.parse(argc, argv);
   } catch (const CLI::Success& e) {
@@ -58,6 +67,7 @@ int run(int argc, char** argv) {
   }
 
   if (doctor_app->parsed()) return run_doctor(doctor);
+  if (bench_app->parsed()) return run_bench(bench);
   return usage(app, "expected a subcommand: generate, bench or doctor");
 }
 

@@ -7,6 +7,7 @@ sources. Families: hisparse, kda, draft_kv, accept, matmul, engine. Prints the f
 
 import argparse
 import hashlib
+import json
 import pathlib
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -44,5 +45,9 @@ def digest(family, root=ROOT):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("family", choices=FAMILIES)
-    print(digest(parser.parse_args().family))
+    parser.add_argument("family", nargs="?", choices=FAMILIES)
+    parser.add_argument("--all", action="store_true", help="every family, as a JSON object")
+    options = parser.parse_args()
+    if options.all == (options.family is not None):
+        parser.error("expected a family or --all")
+    print(json.dumps({family: digest(family) for family in FAMILIES}) if options.all else digest(options.family))

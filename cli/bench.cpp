@@ -1,0 +1,147 @@
+#include "bench.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <ctime>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <optional>
+
+#include "bench/harness.hpp"
+#include "core/dispatch.hpp"
+#include "output.hpp"
+#include "specstate/error.hpp"
+
+namespace specstate::cli {
+
+namespace {
+
+namespace fs = std::filesystem;
+using Json = nlohmann::ordered_json;
+
+std::string today() {
+  const std::time_t now = std::time(nullptr);
+  char text[16];
+  std::strftime(text, sizeof text, "%Y-%m-%d", std::gmtime(&now));
+  return text;
+}
+
+double rounded(double x) { return std::round(x * 1000) / 1000; }
+
+/// The digests that the build wrote beside this executable, so that a result names the sources it was built from.
+Json digests() {
+  std::ifstream file(fs::read_symlink("/proc/self/exe").parent_path() / "source_digests.json");
+  return file ? Json::parse(file, nullptr, false) : Json();
+}
+
+std::string command_of(const BenchOptions& o, const std::string& family) {
+  const char* threads = std::getenv("SPECSTATE_NUM_THREADS");
+  return fmt::format("{}specstate bench {} --device {}", threads ? fmt::format("SPECSTATE_NUM_THREADS={} ", threads) : "", family,
+                     o.device);
+}
+
+/// `fresh` into the recorded file: a case measured again replaces its older self, the others stay. A file of another machine is
+/// replaced: one file is one machine.
+void record(const fs::path& path, const Json& fresh) {
+  Json all = fresh;
+  if (std::ifstream file(path); file) {
+    const Json old = Json::parse(file, nullptr, false);
+    const bool same_machine = old.is_object() && old.value("device", "") == fresh["device"];
+    if (!same_machine) std::fprintf(stderr, "specstate bench: %s was measured on another machine and is replaced\n", path.c_str());
+    if (same_machine) {
+      std::map<std::string, Json> by_case;
+      for (const Json* from : {&old, &fresh})
+        for (const Json& r : (*from)["results"]) by_case[r["case"]] = r;
+      all["ceilings"] = old.value("ceilings", Json::object());
+      all["ceilings"].update(fresh["ceilings"]);
+      all["results"] = Json::array();
+      for (auto& [name, r] : by_case) all["results"].push_back(r);
+    }
+  }
+  fs::create_directories(path.parent_path());
+  const fs::path unfinished = path.string() + ".new";
+  write_json(unfinished.string(), all.dump(1));
+  fs::rename(unfinished, path);
+}
+
+/// The checkout around the current folder.
+fs::path checkout() {
+  for (fs::path p = fs::current_path();; p = p.parent_path()) {
+    if (fs::exists(p / "tools" / "source_digest.py")) return p;
+    if (p == p.parent_path()) throw Error(ErrorKind::kRuntime, "--record: expected to be run inside a checkout of specstate.");
+  }
+}
+
+std::string line_of(const bench::Result& r) {
+  std::string text = fmt::format("{:<64} {:>12.2f}", r.name, r.ours_us);
+  text += r.floor_us > 0 ? fmt::format(" {:>12.2f} {:>6.2f}", r.floor_us, r.floor_us / r.ours_us) : fmt::format(" {:>12} {:>6}", "-", "-");
+  for (const auto& [name, us] : r.peers) text += fmt::format("   {} {:.2f} ({:.2f}x)", name, us, us / r.ours_us);
+  return text;
+}
+
+}  // namespace
+
+int run_bench(const BenchOptions& options) {
+  const auto& families = bench::families();
+  if (options.family != "all" && !families.count(options.family)) {
+    std::string names;
+    for (const auto& [name, run] : families) names += name + ", ";
+    std::fprintf(stderr, "specstate bench: family: expected %sor all, got '%s'\n", names.c_str(), options.family.c_str());
+    return kUsage;
+  }
+  if (options.quick && options.record) {
+    std::fprintf(stderr, "specstate bench: --record: expected full measurements, got --quick\n");
+    return kUsage;
+  }
+  if (options.device == "cuda" && !core::cuda_built())
+    throw Error(ErrorKind::kNotImplemented, "bench: this build of specstate has no CUDA kernels; use --device cpu.");
+  const std::optional<fs::path> root = options.record ? std::optional(checkout()) : std::nullopt;
+  const Json digest = digests();
+  if (options.record && !digest.is_object())
+    throw Error(ErrorKind::kRuntime, "--record: source_digests.json is not beside this executable; build with python3 at hand.");
+
+  std::FILE* table = options.json == "-" ? stderr : stdout;
+  Json report;
+  report["device"] = bench::cpu_name();
+  report["date"] = today();
+  report["ceilings"] = Json::object();
+  report["results"] = Json::array();
+  fmt::print(table, "{}\n{:<64} {:>12} {:>12} {:>6}\n", bench::cpu_name(), "case", "us", "floor us", "share");
+  for (const auto& [name, run] : families) {
+    if (options.family != "all" && options.family != name) continue;
+    bench::Report r(name, {.device = options.device, .quick = options.quick});
+    run(r);
+    for (const bench::Result& result : r.results()) {
+      fmt::print(table, "{}\n", line_of(result));
+      Json peers = Json::object();
+      for (const auto& [peer, us] : result.peers) peers[peer] = rounded(us);
+      report["results"].push_back({{"case", result.name},
+                                   {"ours_us", rounded(result.ours_us)},
+                                   {"floor_us", rounded(result.floor_us)},
+                                   {"floor", result.floor},
+                                   {"peers", peers},
+                                   {"source_digest", digest.is_object() ? digest.value(name, "unknown") : "unknown"},
+                                   {"date", today()},
+                                   {"command", command_of(options, name)}});
+    }
+    if (options.device == "cpu") {
+      const bench::Ceilings& c = r.ceilings();
+      report["ceilings"][fmt::format("threads={}", c.threads)] = {{"fma_gflops", rounded(c.fma_gflops)},
+                                                                  {"read_l3_gbs", rounded(c.read_l3_gbs)},
+                                                                  {"read_memory_gbs", rounded(c.read_memory_gbs)},
+                                                                  {"memcpy_gbs", rounded(c.memcpy_gbs)}};
+      fmt::print(table, "{} threads at most: {:.0f} GFLOP/s, reads {:.0f} GB/s from L3 and {:.1f} GB/s from memory, memcpy {:.1f} GB/s\n",
+                 c.threads, c.fma_gflops, c.read_l3_gbs, c.read_memory_gbs, c.memcpy_gbs);
+    }
+  }
+  if (!options.json.empty()) write_json(options.json, report.dump(1));
+  if (root) record(*root / "bench" / "results" / (options.device == "cpu" ? "cpu.json" : "cuda.json"), report);
+  return kOk;
+}
+
+}  // namespace specstate::cli

@@ -1,0 +1,109 @@
+"""The benchmark command, its records, and the page made of them."""
+
+import json
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+COMMAND = ROOT / "build" / "release" / "specstate"
+sys.path.insert(0, str(ROOT / "tools"))
+import bench_tables  # noqa: E402
+import source_digest  # noqa: E402
+
+CASE = re.compile(r"[a-z0-9_]+/[a-z0-9_]+/[a-z0-9_]+=[^=,/]+(,[a-z0-9_]+=[^=,/]+)*")
+
+
+def bench(*arguments, **more):
+    return subprocess.run([COMMAND, "bench", *arguments], capture_output=True, text=True, timeout=120, **more)
+
+
+def check_schema(report):
+    assert report["device"] and re.fullmatch(r"\d{4}-\d\d-\d\d", report["date"])
+    assert report["results"]
+    for r in report["results"]:
+        assert CASE.fullmatch(r["case"]), r["case"]
+        keys = [pair.split("=")[0] for pair in r["case"].split("/")[2].split(",")]
+        assert keys == sorted(keys) and len(set(keys)) == len(keys), r["case"]
+        assert r["ours_us"] > 0 and r["floor_us"] >= 0 and (r["floor"] or r["floor_us"] == 0)
+        assert all(us > 0 for us in r["peers"].values())
+        assert re.fullmatch(r"[0-9a-f]{16}", r["source_digest"]) and r["command"]
+
+
+def test_quick_bench_measures_and_names_its_sources():
+    done = bench("matmul", "--device", "cpu", "--quick", "--json", "-")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    check_schema(report)
+    assert {r["case"].split("/")[0] for r in report["results"]} == {"matmul"}
+    assert {r["source_digest"] for r in report["results"]} == {source_digest.digest("matmul")}
+    (ceilings,) = report["ceilings"].values()
+    assert all(value > 0 for value in ceilings.values())
+
+
+def test_bad_usage_is_one_line_and_status_2():
+    for arguments in (["nonsense"], ["matmul", "--device", "tpu"], ["matmul", "--quick", "--record"], []):
+        done = bench(*arguments)
+        assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1 and not done.stdout, arguments
+    assert "expected" in bench("nonsense").stderr and "'nonsense'" in bench("nonsense").stderr
+
+
+def test_recording_needs_a_checkout(tmp_path):
+    done = bench("matmul", "--record", cwd=tmp_path)
+    assert done.returncode == 1 and "checkout" in done.stderr and not list(tmp_path.iterdir())
+
+
+def test_recorded_results_have_the_schema_and_the_page_is_made_of_them():
+    files = list((ROOT / "bench" / "results").glob("*.json"))
+    assert files
+    for path in files:
+        check_schema(json.loads(path.read_text()))
+        names = [r["case"] for r in json.loads(path.read_text())["results"]]
+        assert len(set(names)) == len(names)
+    page = (ROOT / "docs" / "performance.md").read_text()
+    assert bench_tables.BLOCK.search(page)
+    assert bench_tables.render(page) == page, "run tools/bench_tables.py"
+
+
+def test_tables_pivot_keys_and_peers(tmp_path):
+    (tmp_path / "bench" / "results").mkdir(parents=True)
+    result = lambda case, us, peers: {"case": case, "ours_us": us, "floor_us": us / 2, "floor": "f", "peers": peers, "date": "2026-01-02"}
+    recorded = {"device": "D", "date": "2026-01-02", "results": [result("a/b/n=10,x=q", 1234.5, {"P": 2469.0}), result("a/b/n=9,x=q", 2.0, {}), result("a/c/n=1", 1, {})]}
+    (tmp_path / "bench" / "results" / "cpu.json").write_text(json.dumps(recorded))
+    page = bench_tables.render("before\n<!-- bench cpu a/b -->\nold\n<!-- /bench -->\nafter <!-- bench h200 a/b -->\n<!-- /bench -->", tmp_path)
+    assert page == (
+        "before\n<!-- bench cpu a/b -->\nD, 2026-01-02; microseconds; x q.\n\n"
+        "| n | ours | floor | floor / ours | P (x ours) |\n| --- | --- | --- | --- | --- |\n"
+        "| 9 | 2.00 | 1.00 | 0.50 |  |\n| 10 | 1 234 | 617.2 | 0.50 | 2 469 (2.00x) |\n<!-- /bench -->\n"
+        "after <!-- bench h200 a/b -->\nNot measured yet.\n<!-- /bench -->"
+    )
+    assert bench_tables.render(page, tmp_path) == page
+
+
+@pytest.mark.parametrize("changed,families", [
+    ("src/cpu/matmul.cpp", {"hisparse", "kda", "draft_kv", "accept", "matmul", "engine"}),
+    ("src/accept/cpu.cpp", {"accept", "engine"}),
+    ("include/specstate/accept.hpp", {"accept", "engine"}),
+    ("cmake/flags.cmake", set(source_digest.FAMILIES)),
+    ("README.md", set()),
+])
+def test_digest_follows_the_sources_of_the_family_alone(tmp_path, changed, families):
+    for name in ("src", "include", "cmake"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    shutil.copy(ROOT / "README.md", tmp_path)
+    before = {f: source_digest.digest(f, tmp_path) for f in source_digest.FAMILIES}
+    with open(tmp_path / changed, "a") as file:
+        file.write("\n")
+    assert {f for f in before if source_digest.digest(f, tmp_path) != before[f]} == families
+
+
+def test_digest_command_prints_what_the_function_says():
+    tool = [sys.executable, ROOT / "tools" / "source_digest.py"]
+    assert subprocess.check_output([*tool, "matmul"], text=True).strip() == source_digest.digest("matmul")
+    everything = json.loads(subprocess.check_output([*tool, "--all"], text=True))
+    assert everything == {f: source_digest.digest(f) for f in source_digest.FAMILIES}
+    assert subprocess.run(tool, capture_output=True).returncode == 2

@@ -1,0 +1,86 @@
+#!/usr/bin/env python3
+"""Writes the tables of docs/performance.md from bench/results/*.json; `--check` only says whether the page is up to date.
+
+A table stands between two markers and names the results file and a prefix of the cases, or the file's ceilings:
+    <!-- bench cpu matmul/product -->
+    <!-- /bench -->
+Keys that are the same in all cases stand in the line above the table.
+"""
+
+import argparse
+import json
+import pathlib
+import re
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+BLOCK = re.compile(r"(<!-- bench (\w+) ([\w/]+) -->\n)(.*?)(<!-- /bench -->)", re.S)
+
+
+def number(us):
+    return f"{us:.2f}" if us < 10 else f"{us:.1f}" if us < 1000 else f"{us:,.0f}".replace(",", " ")
+
+
+def table(head, rows):
+    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows]) + "\n"
+
+
+def sort_key(keys):
+    return [(0, int(v), "") if v.isdigit() else (1, 0, v) for v in keys]
+
+
+def results_table(recorded, prefix):
+    results = [r for r in recorded["results"] if r["case"].startswith(prefix + "/")]
+    if not results:
+        return "Not measured yet.\n"
+    keys_of = [dict(pair.split("=", 1) for pair in r["case"].rsplit("/", 1)[1].split(",")) for r in results]
+    names = sorted({k for keys in keys_of for k in keys})
+    varied = [n for n in names if len({keys.get(n) for keys in keys_of}) > 1]
+    same = [f"{n} {keys_of[0][n]}" for n in names if n not in varied]
+    peers = sorted({p for r in results for p in r["peers"]})
+    rows = []
+    for keys, r in sorted(zip(keys_of, results), key=lambda pair: sort_key([pair[0].get(n, "") for n in varied])):
+        ours, floor = r["ours_us"], r["floor_us"]
+        row = [keys.get(n, "") for n in varied] + [number(ours), number(floor) if floor else "", f"{floor / ours:.2f}" if floor else ""]
+        row += [f"{number(r['peers'][p])} ({r['peers'][p] / ours:.2f}x)" if p in r["peers"] else "" for p in peers]
+        rows.append(row)
+    caption = f"{recorded['device']}, {', '.join(sorted({r['date'] for r in results}))}; microseconds" + "".join(f"; {s}" for s in same) + ".\n\n"
+    return caption + table([*varied, "ours", "floor", "floor / ours", *(f"{p} (x ours)" for p in peers)], rows)
+
+
+def ceilings_table(recorded):
+    columns = {"fma_gflops": "FMA, GFLOP/s", "read_l3_gbs": "read from L3, GB/s", "read_memory_gbs": "read from memory, GB/s", "memcpy_gbs": "memcpy, GB/s"}
+    ceilings = recorded["ceilings"]
+    rows = [[name.removeprefix("threads="), *(f"{ceilings[name][c]:.1f}" for c in columns)] for name in sorted(ceilings)]
+    return f"{recorded['device']}, {recorded['date']}.\n\n" + table(["threads", *columns.values()], rows)
+
+
+def render(page, root=ROOT):
+    def fill(match):
+        path = root / "bench" / "results" / f"{match[2]}.json"
+        if not path.is_file():
+            return f"{match[1]}Not measured yet.\n{match[5]}"
+        recorded = json.loads(path.read_text())
+        content = ceilings_table(recorded) if match[3] == "ceilings" else results_table(recorded, match[3])
+        return f"{match[1]}{content}{match[5]}"
+
+    return BLOCK.sub(fill, page)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="exit 1 if the page differs from the recorded results")
+    options = parser.parse_args()
+    page = ROOT / "docs" / "performance.md"
+    before = page.read_text()
+    after = render(before)
+    if options.check:
+        if after != before:
+            print("docs/performance.md differs from bench/results; run tools/bench_tables.py", file=sys.stderr)
+        return int(after != before)
+    page.write_text(after)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
