@@ -89,7 +89,8 @@ struct SwapInParams {
   TensorView num_real_reqs;     ///< [1] int32, rows from there on are padding; clamped to 0..B; not given: all rows are real
   TensorView host_cache_locs;   ///< [R, L] int64 or int32, host row of each token, < 0 none
   KvBuffers buffers;
-  SwapState state;  ///< in/out
+  SwapState state;          ///< in/out
+  TensorView scratch_locs;  ///< optional [R, C] int32: rows (>= 0) for misses that find no hot slot; forgotten after the call
   RowLayout layout = RowLayout::kLinear;
   TensorView top_k_device_locs;  ///< out [B, S, K] int32: device rows; -1 for invisible, unserved and padded entries
   MissPlan plan;                 ///< optional

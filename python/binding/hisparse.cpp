@@ -31,7 +31,7 @@ using binding::view;
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(
     hisparse_swap_in,
     [](Opt top_k_tokens, Opt seq_lens, Opt req_pool_indices, Opt num_real_reqs, Opt host_cache_locs, Opt host_cache, Opt device_buffer,
-       Opt host_cache_v, Opt device_buffer_v, Opt slot_tokens, Opt slot_locs, Opt slot_stamps, Opt token_slots, Opt clock, bool paged,
+       Opt host_cache_v, Opt device_buffer_v, Opt slot_tokens, Opt slot_locs, Opt slot_stamps, Opt token_slots, Opt clock, Opt scratch_locs, bool paged,
        Opt top_k_device_locs, Opt miss_src, Opt miss_dst, Opt miss_count, Opt unique_misses, Opt unique_hits, bool skip_io, std::int64_t s) {
       guard([&] {
         SwapInParams p;
@@ -42,6 +42,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(
         p.host_cache_locs = view("host_cache_locs", host_cache_locs);
         p.buffers = buffers(host_cache, device_buffer, host_cache_v, device_buffer_v);
         p.state = state(slot_tokens, slot_locs, slot_stamps, token_slots, clock);
+        p.scratch_locs = view("scratch_locs", scratch_locs);
         p.layout = row_layout(paged);
         p.top_k_device_locs = view("top_k_device_locs", top_k_device_locs);
         p.plan = plan(miss_src, miss_dst, miss_count);

@@ -103,6 +103,7 @@ def swap_in(
     *,
     host_cache_v=None,
     device_buffer_v=None,
+    scratch_locs=None,
     num_real_reqs=None,
     miss_src=None,
     miss_dst=None,
@@ -120,7 +121,7 @@ def swap_in(
     host row); host_cache [Nh, ...] and device_buffer [Nd, ...] of any dtype with rows of the same number of bytes, and a second pair
     for a V cache; state: SwapState. num_real_reqs [1] int32: rows from there on are padding.
     miss_src [>=B, >=S*K] int64, miss_dst (same) int32, miss_count [>=B] int32: the copies, for `replay_plan`.
-    unique_misses, unique_hits [>=B] int32: counts.
+    unique_misses, unique_hits [>=B] int32: counts. scratch_locs [R, C] int32: rows for misses that find no hot slot (not needed if S*K <= H).
     Returns the device rows [B, S, K] int32; -1 for tokens outside 0..seq_len-1, without a host row, or for which no row was left.
     """
     if out is None:
@@ -136,6 +137,7 @@ def swap_in(
         array_in("host_cache_v", host_cache_v),
         array_out("device_buffer_v", device_buffer_v),
         *_state(state),
+        array_in("scratch_locs", scratch_locs),
         _paged(layout),
         array_out("out", out),
         array_out("miss_src", miss_src),

@@ -87,14 +87,15 @@ struct SwapCommon {
   Integers host_locs;                   // [R, L]
   Strided2<std::int32_t> slot_tokens;   // [R, H+P]
   Strided2<std::int32_t> slot_locs;     // [R, H+P]
+  Strided2<std::int32_t> scratch_locs;  // [R, C]
   CopyArgs copy;
   PlanArgs plan;
   std::int64_t batch, steps, top_k;
   std::int64_t request_slots, context;  // R that every table has, L
   std::int64_t hot, tail;               // H, P
+  std::int64_t scratch;                 // C
   const char* op;
-  const char* tokens_name;  // what error texts call slot_tokens and slot_locs
-  const char* locs_name;
+  const char *locs_name, *scratch_name;  // what error texts call slot_locs and scratch_locs
 };
 
 struct SwapInArgs : SwapCommon {
@@ -107,9 +108,8 @@ struct SwapInArgs : SwapCommon {
 struct SpecSwapArgs : SwapCommon {
   Strided3<std::int64_t> index;          // [R, 2, Z]
   Strided2<std::int32_t> policy;         // [R+1, H]
-  Strided2<std::int32_t> scratch_locs;   // [R, C]
   Strided2<std::int32_t> scratch_state;  // [R+1, ...]
-  std::int64_t hash_size, scratch;       // Z, C
+  std::int64_t hash_size;                // Z
   std::int64_t counter_requests;         // R of scratch_locs: width of a counter bank
 };
 

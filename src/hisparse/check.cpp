@@ -160,6 +160,15 @@ void too_many_occurrences(std::int64_t steps, std::int64_t top_k) {
 
 }  // namespace
 
+CopyArgs check_buffers(const char* op, const KvBuffers& buffers, RowLayout row_layout, std::int64_t index) {
+  Checker check(op);
+  const std::string at = fmt::format("layers[{}].", index);
+  const std::string n[4] = {at + "host_cache", at + "device_buffer", at + "host_cache_v", at + "device_buffer_v"};
+  const char* const names[4] = {n[0].c_str(), n[1].c_str(), n[2].c_str(), n[3].c_str()};
+  check.arg(names[1], buffers.device_buffer).required().same_device();
+  return copy_args(check, buffers, row_layout, -1, false, names);
+}
+
 // -------------------------------------------------------------------------------------------------------------- swap_in
 
 SwapInArgs check(const SwapInParams& p) {
@@ -171,8 +180,8 @@ SwapInArgs check(const SwapInParams& p) {
   check.arg("req_pool_indices", p.req_pool_indices).required().dtype({DType::kInt32, DType::kInt64}).shape({B}).same_device();
   SwapInArgs a{};
   a.op = "swap_in";
-  a.tokens_name = "state.slot_tokens";
   a.locs_name = "state.slot_locs";
+  a.scratch_name = "scratch_locs";
   a.num_real = num_real(check, p.num_real_reqs);
   check.arg("host_cache_locs", p.host_cache_locs).required().dtype({DType::kInt32, DType::kInt64}).shape({R, L}).same_device();
   const SwapState& s = p.state;
@@ -189,6 +198,7 @@ SwapInArgs check(const SwapInParams& p) {
   if (s.token_slots.dtype == DType::kInt16)
     check.require(H <= layout::kMaxShortSlots, "state.token_slots", "dtype int32 for more than 32767 hot slots", "int16");
   check.arg("state.clock", s.clock).required().dtype(DType::kInt32).shape({R}).same_device().no_self_overlap();
+  check.arg("scratch_locs", p.scratch_locs).dtype(DType::kInt32).shape({R, Dim::any("C")}).same_device();
   check.arg("top_k_device_locs", p.top_k_device_locs).required().dtype(DType::kInt32).shape({B, S, K}).same_device().no_self_overlap();
   own_memory(check, "top_k_device_locs", p.top_k_device_locs,
              {{"top_k_tokens", &p.top_k_tokens}, {"seq_lens", &p.seq_lens}, {"req_pool_indices", &p.req_pool_indices}});
@@ -207,6 +217,8 @@ SwapInArgs check(const SwapInParams& p) {
   a.host_locs = integers(p.host_cache_locs);
   a.slot_tokens = strided2<std::int32_t>(s.slot_tokens);
   a.slot_locs = strided2<std::int32_t>(s.slot_locs);
+  a.scratch_locs = strided2<std::int32_t>(p.scratch_locs);
+  a.scratch = p.scratch_locs.given() ? p.scratch_locs.sizes[1] : 0;
   a.stamps = strided2<std::int32_t>(s.slot_stamps);
   a.token_slots = integers(s.token_slots);
   a.clock = strided1<std::int32_t>(s.clock);
@@ -321,8 +333,8 @@ SpecSwapArgs check(const SpecSwapParams& p) {
 
   SpecSwapArgs a{};
   a.op = op;
-  a.tokens_name = "device_buffer_tokens";
   a.locs_name = "device_buffer_locs";
+  a.scratch_name = "state.scratch_locs";
   a.num_real = num_real(check, p.num_real_reqs);
   a.plan = plan_args(check, p.plan);
   a.copy = copy_args(check, p.buffers, RowLayout::kLinear, -1, false);

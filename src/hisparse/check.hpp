@@ -13,6 +13,8 @@ SwapInSingleArgs check(const SwapInSingleParams& params);
 ReplayPlanArgs check(const ReplayPlanParams& params, std::vector<CopyArgs>& followers);
 TransferArgs check(const TransferPagedParams& params, std::vector<TransferLayer>& layers);
 TransferArgs check(const TransferPagedPointersParams& params, std::vector<TransferLayer>& layers);
+/// Geometry of one layer's buffers (`layers[index].` in error texts).
+CopyArgs check_buffers(const char* op, const KvBuffers& buffers, RowLayout layout, std::int64_t index);
 void check_reset(const SwapState& state, const TensorView& requests);
 
 }  // namespace specstate::hisparse

@@ -13,6 +13,7 @@
 #include "cpu/parallel.hpp"
 #include "hisparse/args.hpp"
 #include "hisparse/layout.hpp"
+#include "hisparse/rows.hpp"
 
 namespace specstate::hisparse::cpu {
 
@@ -155,14 +156,8 @@ void throw_first_error(const std::vector<RowPlan>& plans, std::int64_t real) {
 // ------------------------------------------------------------------------------------------------------------- copying
 
 void move_row(const CopyArgs& c, std::int64_t src, std::int64_t dst) {
-  if (c.paged) {
-    std::memcpy(c.device[0].base + layout::paged_value_offset(dst), c.host[0].base + layout::paged_value_offset(src), layout::kValueBytes);
-    std::memcpy(c.device[0].base + layout::paged_scale_offset(dst), c.host[0].base + layout::paged_scale_offset(src), layout::kScaleBytes);
-    return;
-  }
   for (int i = 0; i < c.pairs; ++i)
-    std::memcpy(c.device[i].base + layout::linear_offset(dst, c.device[i].pitch),
-                c.host[i].base + layout::linear_offset(src, c.host[i].pitch), static_cast<std::size_t>(c.item_bytes));
+    copy_row(row_spans(c.host[i], c.paged, c.item_bytes, src), row_spans(c.device[i], c.paged, c.item_bytes, dst));
 }
 
 /// Touches the first lines of a host row that is wanted soon: the rows are scattered, no hardware prefetcher sees them coming.
@@ -214,6 +209,12 @@ void resolve(const SwapCommon& x, std::int64_t b, RowPlan& p, FindHot&& find_hot
       return;
     }
 
+  for (std::int64_t c = 0; c < x.scratch; ++c)
+    if (x.scratch_locs(r, c) >= device_rows) {
+      p.error = refusal(x.op, x.scratch_name, fmt::format("device rows below {}", device_rows),
+                        fmt::format("{} at [{}, {}]", x.scratch_locs(r, c), r, c));
+      return;
+    }
   Scratchpad& pad = scratchpad();
   std::int64_t in_tail = 0;
   for (std::int64_t s = x.hot; s < x.hot + x.tail; ++s) in_tail += tokens(s) >= 0 && locs(s) >= 0;
@@ -289,9 +290,9 @@ void oldest_slots(const std::vector<std::uint32_t>& keys, std::int64_t n, std::i
   }
 }
 
-/// Gives the misses their rows: victims in order, then `scratch` rows. `key(slot)` orders the hot slots that may be taken.
+/// Gives the misses their rows: victims in order, then scratch rows. `key(slot)` orders the hot slots that may be taken.
 template <class Key>
-void assign(const SwapCommon& x, RowPlan& p, std::int64_t origin, Strided1<std::int32_t> scratch, std::int64_t num_scratch, Key&& key) {
+void assign(const SwapCommon& x, RowPlan& p, std::int64_t origin, Key&& key) {
   const auto misses = static_cast<std::int64_t>(p.miss_token.size());
   if (misses == 0) return;
   Scratchpad& pad = scratchpad();
@@ -305,10 +306,10 @@ void assign(const SwapCommon& x, RowPlan& p, std::int64_t origin, Strided1<std::
   }
   oldest_slots(pad.keys, std::min(misses, eligible), origin, pad.order, p.miss_slot);
   for (const std::int32_t slot : p.miss_slot) p.miss_dst.push_back(locs(slot));
-  for (std::int64_t c = 0; c < num_scratch && p.served() < misses; ++c)
-    if (scratch(c) >= 0) {
+  for (std::int64_t c = 0; c < x.scratch && p.served() < misses; ++c)
+    if (x.scratch_locs(p.request, c) >= 0) {
       p.miss_slot.push_back(-1);
-      p.miss_dst.push_back(scratch(c));
+      p.miss_dst.push_back(x.scratch_locs(p.request, c));
     }
 }
 
@@ -364,8 +365,10 @@ void run(const SwapInArgs& x, Stream) {
     });
     if (!p.error.empty()) return;
     const bool restart = x.clock(r) == layout::kMaxClock;
-    assign(x, p, 0, {}, 0,
-           [&](std::int64_t s) { return tokens(s) < 0 || restart ? 0u : std::min(static_cast<std::uint32_t>(stamps(s)), kTaken - 1); });
+    assign(x, p, 0, [&](std::int64_t s) {
+      if (tokens(s) < 0) return 0u;
+      return restart ? 1u : std::clamp(static_cast<std::uint32_t>(stamps(s)), 1u, kTaken - 1);
+    });
   });
   throw_first_error(plans, real);
 
@@ -380,6 +383,7 @@ void run(const SwapInArgs& x, Stream) {
     for (const std::int32_t slot : p.hit_slot) x.stamps(r, slot) = layout::hit_stamp(now);
     for (std::int64_t u = 0; u < p.served(); ++u) {
       const std::int32_t slot = p.miss_slot[static_cast<std::size_t>(u)], t = p.miss_token[static_cast<std::size_t>(u)];
+      if (slot < 0) continue;
       x.slot_tokens(r, slot) = t;
       x.stamps(r, slot) = layout::load_stamp(now);
       x.token_slots.store(r, t, slot);
@@ -477,12 +481,7 @@ void run(const SpecSwapArgs& x, Stream) {
     RowPlan& p = plans[static_cast<std::size_t>(b)];
     p.clear(x.hot);
     const std::int64_t r = p.request;
-    const Strided1<std::int32_t> tokens = x.slot_tokens.row(r), stamps = x.policy.row(r + 1), scratch = x.scratch_locs.row(r);
-    for (std::int64_t c = 0; c < x.scratch && p.error.empty(); ++c)
-      if (scratch(c) >= x.copy.device_rows())
-        p.error = refusal(x.op, "state.scratch_locs", fmt::format("device rows below {}", x.copy.device_rows()),
-                          fmt::format("{} at [{}, {}]", scratch(c), r, c));
-    if (!p.error.empty()) return;
+    const Strided1<std::int32_t> tokens = x.slot_tokens.row(r), stamps = x.policy.row(r + 1);
     // Residency is what the table says, not the index. Slot t holding token t, the state after a prefill, needs no map.
     TokenMap& hot = scratchpad().hot;
     std::int64_t moved = 0;
@@ -499,7 +498,7 @@ void run(const SpecSwapArgs& x, Stream) {
     });
     if (!p.error.empty()) return;
     const std::uint32_t now = word.next_epoch(control(r)), mask = word.epoch_mask();
-    assign(x, p, cursor(r), scratch, x.scratch, [&](std::int64_t s) {
+    assign(x, p, cursor(r), [&](std::int64_t s) {
       if (tokens(s) < 0) return 0u;
       const std::uint32_t age = (now - static_cast<std::uint32_t>(stamps(s))) & mask;  // epochs wrap
       return mask - age + 1;

@@ -1,0 +1,145 @@
+#pragma once
+// The life of requests around the HiSparse swap: admission, staging to the host, growth, verify, acceptance, freeing. It owns the
+// tables and the free lists; the KV buffers belong to the caller. Life cycle as in sglang's HiSparse coordinator, with the native
+// swap state: rows never rotate, so one table of device rows serves all layers, and an accepted row stays where it was verified.
+//
+// How an engine drives it (one object a worker; layers are named by global id):
+//
+//   Coordinator c(config, buffers);                   // buffers[l]: host_cache, device_buffer (, _v) of local layer l
+//   c.admit(r, prompt_tokens);                        // host rows for the prompt, device rows for good; throws if either is short
+//   for each prefill chunk of n tokens:
+//     c.reserve(r, n);                                // host rows for [length, length + n); nothing to do right after admit
+//     for each layer: c.stage(layer, r, length, n, rows, pitch);   // colocated: copied to the host,
+//                                                     // and resident where it fits
+//     c.append(r, n);                                 // these positions are committed now
+//   (direct: the rows are written to host rows c.host_row(r, position) by someone else, then c.append(r, n, Source::kHost))
+//   for each step:
+//     c.prepare_verify(requests, widths, locs);       // device rows for positions length .. length + width - 1: the draft window
+//     for each layer:
+//       write the window's rows to device_buffer rows locs (or c.write(layer, r, j, row));
+//       an anchor layer:   c.swap(layer, params);     // top-k positions -> device rows; window positions are found by themselves
+//       a follower layer:  c.follow(layer);           // same bytes moved for this layer; the anchor's device rows are valid here too
+//       attention over the returned device rows
+//     c.accept(requests, accepted);                   // the first accepted[i] window rows are backed up to the host and stand; the
+//                                                     // others are forgotten. 0: all rejected
+//   c.finish(r) or c.abort(r);                        // all rows go back to the free lists
+//
+// At every moment: no resident position >= length (outside a prepared window); in each group of layers a position sits in at most one
+// slot and a slot's row holds its bytes; host rows of [0, length) are complete; every pool row is free or owned by one request.
+// Errors are thrown before anything changes. Not thread-safe; calls on different coordinators are independent.
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "specstate/hisparse.hpp"
+
+namespace specstate::hisparse {
+
+struct CoordinatorConfig {
+  std::int64_t requests = 0;     ///< R request slots
+  std::int64_t hot = 0;          ///< H hot slots a request, >= top_k
+  std::int64_t window = 0;       ///< W, most positions of a verify window
+  std::int64_t tail = 0;         ///< P >= W tail slots a request, a ring over positions; 0: 2 * W. Positions that were accepted are found
+                                 ///< there without a copy until a later window needs the slot
+  std::int64_t scratch = 0;      ///< rows a request for calls that want more than H rows at once; max(0, S * K - H) is always enough
+  std::int64_t context = 0;      ///< L, most positions of a request, an open window included
+  std::int64_t top_k = 0;        ///< K; 0: not checked against hot
+  std::int64_t page_size = 64;   ///< hot slots grow, and host rows are taken, by this many
+  std::int64_t device_rows = 0;  ///< rows of the device pool that may be handed out; 0: all of the smallest device buffer
+  std::int64_t host_rows = 0;    ///< rows of the host pool, whole pages are used; 0: all of the smallest host cache
+  RowLayout layout = RowLayout::kLinear;
+  std::int64_t first_layer = 0;  ///< global id of local layer 0 (pipeline parallelism)
+  /// Global id of the layer whose selection a local layer uses: its own id for an anchor, a preceding one for a follower. Empty: all are anchors.
+  std::vector<std::int64_t> anchor_of;
+};
+
+enum class RequestState : std::uint8_t { kFree, kActive, kVerifying, kRetracted };
+
+/// Totals since construction.
+struct CoordinatorStats {
+  std::int64_t swaps = 0;            ///< anchor calls times real rows
+  std::int64_t unique_hits = 0;      ///< distinct positions that were resident
+  std::int64_t unique_misses = 0;    ///< distinct positions that were not
+  std::int64_t unserved = 0;         ///< misses for which no row was left (their answer was -1)
+  std::int64_t bytes_to_device = 0;  ///< host -> device by swaps and replays
+  std::int64_t bytes_to_host = 0;    ///< backups
+};
+
+class SPECSTATE_API Coordinator {
+ public:
+  /// `layers`: buffers of each local layer, CPU memory, kept alive by the caller. A row may have another size in each layer.
+  /// Memory of the tables: about requests * (anchors * (2..4 bytes * L + 8 bytes * H) + 8 bytes * L).
+  Coordinator(const CoordinatorConfig& config, std::span<const KvBuffers> layers);
+  ~Coordinator();
+  Coordinator(const Coordinator&) = delete;
+  Coordinator& operator=(const Coordinator&) = delete;
+
+  // ------------------------------------------------------------------------------------------------------ admission
+  /// Would `admit` succeed?
+  bool can_admit(std::int64_t tokens) const;
+  /// Takes the free request slot `request` with device rows for hot, tail and scratch and host rows for `tokens` positions. Length 0.
+  void admit(std::int64_t request, std::int64_t tokens);
+  /// Host rows for `count` more positions than are committed.
+  void reserve(std::int64_t request, std::int64_t count);
+  /// Copies rows of positions [position, position + count) of one layer to their host rows, in order. Not visible before `append`. `rows`: count rows, `pitch` bytes apart; `rows_v` for a second pair.
+  void stage(std::int64_t layer, std::int64_t request, std::int64_t position, std::int64_t count, const void* rows, std::int64_t pitch,
+             const void* rows_v = nullptr, std::int64_t pitch_v = 0);
+  enum class Source : std::uint8_t {
+    kStaged,  ///< every layer was staged; positions below hot become resident in the slots of their number
+    kHost,    ///< host rows were filled by others; the same, but only if the whole request fits the hot slots, else nothing is loaded
+  };
+  /// Commits `count` positions: length += count.
+  void append(std::int64_t request, std::int64_t count, Source source = Source::kStaged);
+  /// Host row of a position below length or reserved.
+  std::int64_t host_row(std::int64_t request, std::int64_t position) const;
+
+  // --------------------------------------------------------------------------------------------------------- a step
+  /// Opens a window of widths[i] >= 1 positions at the end of each request. `locs` (optional): out [B, >= max width] int32, the device
+  /// rows of the window; -1 beyond a request's width.
+  void prepare_verify(std::span<const std::int64_t> requests, std::span<const std::int64_t> widths, const TensorView& locs = {});
+  /// Device row of window position j.
+  std::int64_t verify_loc(std::int64_t request, std::int64_t j) const;
+  /// Copies one row into window position j of one layer.
+  void write(std::int64_t layer, std::int64_t request, std::int64_t j, const void* row, const void* row_v = nullptr);
+  /// Swap of an anchor layer. Of `params` the selection, lengths, requests and outputs are used; tables, buffers, plan and state are the
+  /// coordinator's. The plan is kept for the followers until the next window.
+  /// `round`: see plan_rounds. A selection [B, K] counts as one step ([B, 1, K], seq_lens [B]).
+  void swap(std::int64_t layer, const SwapInParams& params, std::int64_t round = 0);
+  /// The copies of its anchor's swap for a follower layer; with several rounds, round by round in the same order.
+  void follow(std::int64_t layer, std::int64_t round = 0);
+  /// Cuts the steps of a selection into rounds whose positions fit the rows of a request at once: round_of [B, S] int32. Returns the
+  /// number of rounds; one if S * K <= hot + scratch. A caller that gets more swaps and attends round by round, with the other steps' tokens
+  /// replaced by -1.
+  std::int64_t plan_rounds(std::int64_t layer, const SwapInParams& params, const TensorView& round_of) const;
+  /// Ends the window of each request: its first accepted[i] rows (0..width) are backed up to the host and committed; a position below hot
+  /// moves to the hot slot of its number if that is free; the rest of the window is forgotten.
+  void accept(std::span<const std::int64_t> requests, std::span<const std::int64_t> accepted);
+
+  // ------------------------------------------------------------------------------------------------------------ end
+  /// Frees everything of a request.
+  void finish(std::int64_t request);
+  /// The same from any state, any number of times.
+  void abort(std::int64_t request);
+  /// Gives the device rows back and keeps the host rows; an open window is lost. `resume` takes device rows again.
+  void retract(std::int64_t request);
+  void resume(std::int64_t request);
+
+  // --------------------------------------------------------------------------------------------------------- looking
+  RequestState state(std::int64_t request) const;
+  std::int64_t length(std::int64_t request) const;
+  /// Most positions that a request may ever have: the context, or the host pool if that is smaller. Device rows do not bound it.
+  std::int64_t max_length() const;
+  std::int64_t free_device_rows() const;
+  std::int64_t free_host_rows() const;
+  const CoordinatorStats& stats() const;
+  /// The tables of an anchor's group, for tests and tools: read only.
+  SwapState tables(std::int64_t layer) const;
+  /// [R, L] int64 host rows, -1 none: read only.
+  TensorView host_cache_locs() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace specstate::hisparse

@@ -1,0 +1,669 @@
+// The tables and free lists of the request life cycle. Device rows belong to a request from admission to its end, so growth never fails;
+// growing only gives more of its hot slots their rows. Host rows are taken by pages as a request gets longer.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <string>
+
+#include "core/dispatch.hpp"
+#include "core/match.hpp"
+#include "hisparse/check.hpp"
+#include "hisparse/rows.hpp"
+#include "specstate/hisparse_coordinator.hpp"
+
+namespace specstate::hisparse {
+
+namespace {
+
+using core::throw_runtime;
+using core::throw_value;
+
+std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
+std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
+
+[[noreturn]] void refuse(const char* name, const std::string& expected, const std::string& got) {
+  throw_value(fmt::format("Coordinator: {}: expected {}, got {}.", name, expected, got));
+}
+void require(bool ok, const char* name, const std::string& expected, std::int64_t got) {
+  if (!ok) refuse(name, expected, std::to_string(got));
+}
+const char* name_of(RequestState s) {
+  switch (s) {
+    case RequestState::kFree: return "free";
+    case RequestState::kActive: return "active";
+    case RequestState::kVerifying: return "verifying";
+    case RequestState::kRetracted: return "retracted";
+  }
+  return "?";
+}
+
+struct Request {
+  RequestState state = RequestState::kFree;
+  std::int64_t length = 0;           // committed positions
+  std::int64_t width = 0;            // of the open window
+  std::int64_t hot_rows = 0;         // hot slots that have a row
+  std::vector<std::int32_t> rows;    // device rows it owns: hot, tail, scratch
+  std::vector<std::int64_t> pages;   // host pages it owns
+  std::vector<std::int64_t> staged;  // [layers] positions below which a layer's host rows are written
+};
+
+/// What an anchor's swap recorded for its followers.
+struct Plan {
+  std::vector<std::int64_t> src;
+  std::vector<std::int32_t> dst, count;
+  std::int64_t batch = 0, capacity = 0, real = 0;
+  bool valid = false;
+};
+
+/// An anchor with its followers: one selection, one residency.
+struct Group {
+  std::int64_t anchor = 0;           // local layer
+  std::vector<std::int64_t> layers;  // local, the anchor first
+  std::vector<std::byte> memory;
+  SwapState state;
+  std::vector<Plan> plans;  // by round
+};
+
+}  // namespace
+
+struct Coordinator::Impl {
+  CoordinatorConfig config;
+  std::int64_t layers = 0, columns = 0, per_request = 0;  // device rows: hot + tail; + scratch
+  std::vector<KvBuffers> buffers;
+  std::vector<CopyArgs> rows;          // [layers]
+  std::vector<std::int64_t> group_of;  // [layers]
+  std::vector<Group> groups;
+  std::vector<std::int32_t> slot_locs;     // [R, H+P], one table for all layers
+  std::vector<std::int32_t> scratch_locs;  // [R, C]
+  std::vector<std::int64_t> host_locs;     // [R, L], committed positions only
+  std::vector<std::int32_t> free_device;   // last in, first out
+  std::vector<std::int64_t> free_pages;
+  std::vector<Request> requests;
+  CoordinatorStats stats;
+
+  // ---------------------------------------------------------------------------------------------------------- checks
+  std::int64_t local(std::int64_t layer) const {
+    require(layer >= config.first_layer && layer < config.first_layer + layers, "layer",
+            fmt::format("{}..{}", config.first_layer, config.first_layer + layers - 1), layer);
+    return layer - config.first_layer;
+  }
+  std::int64_t slot_id(std::int64_t r) const {
+    require(r >= 0 && r < config.requests, "request", fmt::format("0..{}", config.requests - 1), r);
+    return r;
+  }
+  const Request& in_state(std::int64_t r, std::initializer_list<RequestState> allowed) const {
+    const Request& q = requests[at(slot_id(r))];
+    if (std::find(allowed.begin(), allowed.end(), q.state) == allowed.end()) {
+      std::string expected;
+      for (RequestState s : allowed) expected += (expected.empty() ? "" : " or ") + std::string(name_of(s));
+      refuse("request", fmt::format("request {} to be {}", r, expected), name_of(q.state));
+    }
+    return q;
+  }
+  Request& in_state(std::int64_t r, std::initializer_list<RequestState> allowed) {
+    return const_cast<Request&>(std::as_const(*this).in_state(r, allowed));
+  }
+  void distinct(std::span<const std::int64_t> ids) const {
+    std::vector<std::int64_t> sorted(ids.begin(), ids.end());
+    std::sort(sorted.begin(), sorted.end());
+    if (auto twice = std::adjacent_find(sorted.begin(), sorted.end()); twice != sorted.end())
+      refuse("requests", "each request once", fmt::format("request {} again", *twice));
+  }
+
+  // ------------------------------------------------------------------------------------------------------ small parts
+  std::int64_t page_row(const Request& q, std::int64_t position) const {
+    return q.pages[at(position / config.page_size)] * config.page_size + position % config.page_size;
+  }
+  std::int64_t tail_column(std::int64_t position) const { return config.hot + position % config.tail; }
+  std::int64_t loc(std::int64_t r, std::int64_t column) const { return slot_locs[at(r * columns + column)]; }
+  static std::int32_t& token(Group& g, std::int64_t r, std::int64_t column) {
+    return g.state.slot_tokens.as<std::int32_t>()[r * g.state.slot_tokens.strides[0] + column];
+  }
+  std::int64_t missing_pages(const Request& q, std::int64_t positions) const {
+    return std::max<std::int64_t>(0, ceil_div(positions, config.page_size) - static_cast<std::int64_t>(q.pages.size()));
+  }
+  void need_pages(std::int64_t pages) const {
+    if (pages > static_cast<std::int64_t>(free_pages.size()))
+      throw_runtime(fmt::format("HiSparse failed to allocate {} KV slots.", pages * config.page_size));
+  }
+  void need_device_rows() const {
+    const auto free = static_cast<std::int64_t>(free_device.size());
+    if (free < columns) throw_runtime(fmt::format("HiSparse failed to allocate {} KV slots.", columns));
+    if (free < per_request) throw_runtime(fmt::format("HiSparse spec failed to allocate {} scratch slots.", config.scratch));
+  }
+  void take_pages(Request& q, std::int64_t positions) {
+    for (std::int64_t n = missing_pages(q, positions); n > 0; --n) {
+      q.pages.push_back(free_pages.back());
+      free_pages.pop_back();
+    }
+  }
+  /// Gives hot slots their rows for a request of `positions`, and initialises their markers in every group.
+  void grow(std::int64_t r, std::int64_t positions) {
+    Request& q = requests[at(r)];
+    const std::int64_t want = std::min(config.hot, ceil_div(positions, config.page_size) * config.page_size);
+    for (; q.hot_rows < want; ++q.hot_rows) {
+      slot_locs[at(r * columns + q.hot_rows)] = q.rows[at(q.hot_rows)];
+      for (Group& g : groups) {
+        token(g, r, q.hot_rows) = -1;
+        g.state.slot_stamps.as<std::int32_t>()[r * config.hot + q.hot_rows] = 0;
+      }
+    }
+  }
+  void take_device_rows(std::int64_t r) {
+    Request& q = requests[at(r)];
+    for (std::int64_t i = 0; i < per_request; ++i) {
+      q.rows.push_back(free_device.back());
+      free_device.pop_back();
+    }
+    for (std::int64_t i = 0; i < config.tail; ++i) slot_locs[at(r * columns + config.hot + i)] = q.rows[at(config.hot + i)];
+    for (std::int64_t i = 0; i < config.scratch; ++i) scratch_locs[at(r * config.scratch + i)] = q.rows[at(columns + i)];
+  }
+  void drop_device_rows(std::int64_t r) {
+    Request& q = requests[at(r)];
+    while (!q.rows.empty()) {
+      free_device.push_back(q.rows.back());
+      q.rows.pop_back();
+    }
+    q.hot_rows = 0;
+    std::fill_n(slot_locs.begin() + r * columns, columns, -1);
+    std::fill_n(scratch_locs.begin() + r * config.scratch, config.scratch, -1);
+    std::int64_t id = r;
+    for (Group& g : groups) reset_swap_state(g.state, TensorView(&id, DType::kInt64, {1}));
+  }
+  void forget_plans() {
+    for (Group& g : groups)
+      for (Plan& p : g.plans) p.valid = false;
+  }
+  void make_resident(Group& g, std::int64_t r, std::int64_t position) {
+    token(g, r, position) = static_cast<std::int32_t>(position);
+    const SwapState& s = g.state;
+    s.slot_stamps.as<std::int32_t>()[r * config.hot + position] = layout::hit_stamp(s.clock.as<std::int32_t>()[r]);
+    if (s.token_slots.dtype == DType::kInt16)
+      s.token_slots.as<std::int16_t>()[r * config.context + position] = static_cast<std::int16_t>(position);
+    else
+      s.token_slots.as<std::int32_t>()[r * config.context + position] = static_cast<std::int32_t>(position);
+  }
+  bool slot_free(Group& g, std::int64_t r, std::int64_t position) const {
+    return position < requests[at(r)].hot_rows && token(g, r, position) < 0;
+  }
+  /// Positions [first, last), committed, go from the host into the hot slots of their number.
+  void load_identity(std::int64_t r, std::int64_t first, std::int64_t last) {
+    for (Group& g : groups)
+      for (std::int64_t p = first; p < std::min(last, config.hot); ++p) {
+        if (!slot_free(g, r, p)) continue;
+        for (const std::int64_t l : g.layers)
+          for (int i = 0; i < rows[at(l)].pairs; ++i)
+            cpu::copy_row(host_spans(l, i, host_locs[at(r * config.context + p)]), device_spans(l, i, loc(r, p)));
+        make_resident(g, r, p);
+      }
+  }
+  cpu::RowSpans host_spans(std::int64_t l, int pair, std::int64_t row) const {
+    return cpu::row_spans(rows[at(l)].host[pair], rows[at(l)].paged, rows[at(l)].item_bytes, row);
+  }
+  cpu::RowSpans device_spans(std::int64_t l, int pair, std::int64_t row) const {
+    return cpu::row_spans(rows[at(l)].device[pair], rows[at(l)].paged, rows[at(l)].item_bytes, row);
+  }
+  void second_pair(std::int64_t l, const void* rows_v, const char* name) const {
+    if ((rows[at(l)].pairs == 2) != (rows_v != nullptr))
+      refuse(name, rows[at(l)].pairs == 2 ? "a row of the second pair" : "none: the layer has one pair", rows_v ? "one" : "none");
+  }
+};
+
+Coordinator::Coordinator(const CoordinatorConfig& given, std::span<const KvBuffers> layers) : impl_(std::make_unique<Impl>()) {
+  Impl& m = *impl_;
+  m.config = given;
+  CoordinatorConfig& c = m.config;
+  m.layers = static_cast<std::int64_t>(layers.size());
+  if (c.requests < 1 || m.layers < 1 || c.page_size < 1) throw_value("Invalid HiSparse speculative page size or request/layer count.");
+  require(c.hot >= 1, "hot", ">= 1", c.hot);
+  require(c.top_k <= c.hot, "hot", fmt::format("at least top_k={} slots", c.top_k), c.hot);
+  require(c.window >= 1, "window", ">= 1", c.window);
+  require(c.scratch >= 0, "scratch", ">= 0", c.scratch);
+  require(c.context >= 1, "context", ">= 1", c.context);
+  if (c.tail == 0) c.tail = 2 * c.window;
+  if (c.tail < c.window)
+    throw_value(fmt::format("HiSparse spec needs {} verify slots, but the extra page has only {} usable slots.", c.window, c.tail));
+  for (const auto& [name, n] :
+       {std::pair{"hot", c.hot}, {"tail", c.tail}, {"scratch", c.scratch}, {"context", c.context}, {"requests", c.requests}})
+    require(n < (std::int64_t{1} << 31), name, "below 2^31", n);
+  m.columns = c.hot + c.tail;
+  m.per_request = m.columns + c.scratch;
+  m.buffers.assign(layers.begin(), layers.end());
+  std::int64_t device_rows = INT64_MAX, host_rows = INT64_MAX;
+  for (std::int64_t l = 0; l < m.layers; ++l) {
+    m.rows.push_back(check_buffers("Coordinator", layers[at(l)], c.layout, l));
+    if (layers[at(l)].device_buffer.device.type == DeviceType::kCuda) core::no_cuda("Coordinator");
+    device_rows = std::min(device_rows, m.rows.back().device_rows());
+    host_rows = std::min(host_rows, m.rows.back().host_rows());
+  }
+  if (c.device_rows == 0) c.device_rows = device_rows;
+  if (c.host_rows == 0) c.host_rows = host_rows;
+  require(c.device_rows >= 0 && c.device_rows <= std::min<std::int64_t>(device_rows, INT32_MAX), "device_rows",
+          fmt::format("0..{}", std::min<std::int64_t>(device_rows, INT32_MAX)), c.device_rows);
+  require(c.host_rows >= 0 && c.host_rows <= host_rows, "host_rows", fmt::format("0..{}", host_rows), c.host_rows);
+  for (std::int64_t i = c.device_rows; i-- > 0;) m.free_device.push_back(static_cast<std::int32_t>(i));
+  for (std::int64_t p = c.host_rows / c.page_size; p-- > 0;) m.free_pages.push_back(p);
+
+  if (!c.anchor_of.empty())
+    require(static_cast<std::int64_t>(c.anchor_of.size()) == m.layers, "anchor_of", fmt::format("{} entries", m.layers),
+            static_cast<std::int64_t>(c.anchor_of.size()));
+  m.group_of.resize(at(m.layers));
+  for (std::int64_t l = 0; l < m.layers; ++l) {
+    const std::int64_t anchor = c.anchor_of.empty() ? l : c.anchor_of[at(l)] - c.first_layer;
+    if (anchor == l) {
+      m.group_of[at(l)] = static_cast<std::int64_t>(m.groups.size());
+      m.groups.emplace_back();
+      m.groups.back().anchor = l;
+    } else {
+      if (anchor < 0 || anchor > l || m.groups[at(m.group_of[at(anchor)])].anchor != anchor)
+        throw_value("A shared-index layer must have a preceding anchor.");
+      m.group_of[at(l)] = m.group_of[at(anchor)];
+    }
+    m.groups[at(m.group_of[at(l)])].layers.push_back(l);
+  }
+
+  m.slot_locs.assign(at(c.requests * m.columns), -1);
+  m.scratch_locs.assign(at(c.requests * c.scratch), -1);
+  m.host_locs.assign(at(c.requests * c.context), -1);
+  m.requests.resize(at(c.requests));
+  const SwapShape shape{c.requests, c.hot, c.tail, c.context};
+  for (Group& g : m.groups) {
+    g.memory.resize(at(swap_state_bytes(shape) + layout::kBlockAlign));
+    const auto address = reinterpret_cast<std::uintptr_t>(g.memory.data());
+    g.state = swap_state_view(shape, g.memory.data() + (layout::kBlockAlign - address % layout::kBlockAlign) % layout::kBlockAlign);
+    g.state.slot_locs = TensorView(m.slot_locs.data(), DType::kInt32, {c.requests, m.columns});
+    reset_swap_state(g.state);
+  }
+}
+
+Coordinator::~Coordinator() = default;
+
+// -------------------------------------------------------------------------------------------------------------- admission
+
+std::int64_t Coordinator::max_length() const {
+  const CoordinatorConfig& c = impl_->config;
+  return std::min(c.context, c.host_rows / c.page_size * c.page_size);
+}
+
+bool Coordinator::can_admit(std::int64_t tokens) const {
+  const Impl& m = *impl_;
+  return tokens >= 0 && tokens <= max_length() && static_cast<std::int64_t>(m.free_device.size()) >= m.per_request &&
+         static_cast<std::int64_t>(m.free_pages.size()) >= ceil_div(tokens, m.config.page_size);
+}
+
+void Coordinator::admit(std::int64_t request, std::int64_t tokens) {
+  Impl& m = *impl_;
+  Request& q = m.in_state(request, {RequestState::kFree});
+  require(tokens >= 0 && tokens <= max_length(), "tokens", fmt::format("0..{}", max_length()), tokens);
+  m.need_device_rows();
+  m.need_pages(ceil_div(tokens, m.config.page_size));
+  q.state = RequestState::kActive;
+  q.staged.assign(at(m.layers), 0);
+  m.take_device_rows(request);
+  m.take_pages(q, tokens);
+  m.grow(request, tokens);
+}
+
+void Coordinator::reserve(std::int64_t request, std::int64_t count) {
+  Impl& m = *impl_;
+  Request& q = m.in_state(request, {RequestState::kActive});
+  require(count >= 0 && count <= m.config.context - q.length, "count", fmt::format("0..{}", m.config.context - q.length), count);
+  m.need_pages(m.missing_pages(q, q.length + count));
+  m.take_pages(q, q.length + count);
+  m.grow(request, q.length + count);
+}
+
+void Coordinator::stage(std::int64_t layer, std::int64_t request, std::int64_t position, std::int64_t count, const void* rows,
+                        std::int64_t pitch, const void* rows_v, std::int64_t pitch_v) {
+  Impl& m = *impl_;
+  const std::int64_t l = m.local(layer);
+  Request& q = m.in_state(request, {RequestState::kActive});
+  const std::int64_t reserved = std::min(m.config.context, static_cast<std::int64_t>(q.pages.size()) * m.config.page_size);
+  require(position >= q.length && position <= q.staged[at(l)], "position",
+          fmt::format("{}..{}, the positions that come next", q.length, q.staged[at(l)]), position);
+  require(count >= 0 && count <= reserved - position, "count", fmt::format("at most {} reserved positions", reserved - position), count);
+  if (count > 0) m.second_pair(l, rows_v, "rows_v");
+  const void* const from[2] = {rows, rows_v};
+  const std::int64_t step[2] = {pitch, pitch_v};
+  for (int i = 0; i < m.rows[at(l)].pairs; ++i)
+    for (std::int64_t k = 0; k < count; ++k)
+      cpu::unpack_row(static_cast<const std::byte*>(from[i]) + k * step[i], m.host_spans(l, i, m.page_row(q, position + k)));
+  q.staged[at(l)] = position + count;
+  m.stats.bytes_to_host += count * m.rows[at(l)].pairs * m.rows[at(l)].item_bytes;
+}
+
+void Coordinator::append(std::int64_t request, std::int64_t count, Source source) {
+  Impl& m = *impl_;
+  Request& q = m.in_state(request, {RequestState::kActive});
+  const std::int64_t reserved = std::min(m.config.context, static_cast<std::int64_t>(q.pages.size()) * m.config.page_size);
+  require(count >= 0 && count <= reserved - q.length, "count", fmt::format("at most {} reserved positions", reserved - q.length), count);
+  const std::int64_t first = q.length, last = first + count;
+  if (source == Source::kStaged)
+    for (std::int64_t l = 0; l < m.layers; ++l)
+      require(q.staged[at(l)] >= last, "count",
+              fmt::format("positions that layer {} has staged (up to {})", l + m.config.first_layer, q.staged[at(l)]), count);
+  m.grow(request, last);
+  for (std::int64_t p = first; p < last; ++p) m.host_locs[at(request * m.config.context + p)] = m.page_row(q, p);
+  // The tail is a ring over positions: what these push out of it must not stay findable.
+  for (std::int64_t p = std::max(first, last - m.config.tail); p < last; ++p)
+    for (Group& g : m.groups) Impl::token(g, request, m.tail_column(p)) = -1;
+  q.length = last;
+  for (std::int64_t& staged : q.staged) staged = std::max(staged, last);
+  if (source == Source::kStaged || last <= m.config.hot) m.load_identity(request, first, last);
+}
+
+std::int64_t Coordinator::host_row(std::int64_t request, std::int64_t position) const {
+  const Impl& m = *impl_;
+  const Request& q = m.in_state(request, {RequestState::kActive, RequestState::kVerifying, RequestState::kRetracted});
+  const std::int64_t reserved = std::min(m.config.context, static_cast<std::int64_t>(q.pages.size()) * m.config.page_size);
+  require(position >= 0 && position < reserved, "position", fmt::format("below the {} reserved positions", reserved), position);
+  return m.page_row(q, position);
+}
+
+// ----------------------------------------------------------------------------------------------------------------- a step
+
+void Coordinator::prepare_verify(std::span<const std::int64_t> ids, std::span<const std::int64_t> widths, const TensorView& locs) {
+  Impl& m = *impl_;
+  const CoordinatorConfig& c = m.config;
+  const auto batch = static_cast<std::int64_t>(ids.size());
+  if (widths.size() != ids.size())
+    throw_value(fmt::format("HiSparse verify slot mismatch: expected {}, got {}.", ids.size(), widths.size()));
+  m.distinct(ids);
+  std::int64_t pages = 0, widest = 0;
+  for (std::int64_t b = 0; b < batch; ++b) {
+    const Request& q = m.in_state(ids[at(b)], {RequestState::kActive});
+    const std::int64_t w = widths[at(b)];
+    require(w >= 1, "widths", ">= 1", w);
+    if (w > c.window)
+      throw_value(fmt::format("HiSparse spec needs {} verify slots, but the extra page has only {} usable slots.", w, c.window));
+    require(w <= c.context - q.length, "widths", fmt::format("at most {} positions that the context has left", c.context - q.length), w);
+    pages += m.missing_pages(q, q.length + w);
+    widest = std::max(widest, w);
+  }
+  m.need_pages(pages);
+  if (locs.given()) {
+    core::Checker check("Coordinator");
+    check.arg("locs", locs).dtype(DType::kInt32).shape({core::Dim(batch), core::Dim::at_least(widest, "W")}).no_self_overlap();
+    check.require(locs.device.type == DeviceType::kCpu, "locs", "a CPU tensor", name_of(locs.device));
+  }
+
+  m.forget_plans();
+  for (std::int64_t b = 0; b < batch; ++b) {
+    const std::int64_t r = ids[at(b)];
+    Request& q = m.requests[at(r)];
+    q.state = RequestState::kVerifying;
+    q.width = widths[at(b)];
+    m.take_pages(q, q.length + q.width);
+    m.grow(r, q.length + q.width);
+    for (std::int64_t p = q.length; p < q.length + q.width; ++p)
+      for (Group& g : m.groups) Impl::token(g, r, m.tail_column(p)) = static_cast<std::int32_t>(p);
+    if (!locs.given()) continue;
+    for (std::int64_t j = 0; j < locs.sizes[1]; ++j)
+      locs.as<std::int32_t>()[b * locs.strides[0] + j * locs.strides[1]] =
+          j < q.width ? static_cast<std::int32_t>(m.loc(r, m.tail_column(q.length + j))) : -1;
+  }
+}
+
+std::int64_t Coordinator::verify_loc(std::int64_t request, std::int64_t j) const {
+  const Impl& m = *impl_;
+  const Request& q = m.in_state(request, {RequestState::kVerifying});
+  require(j >= 0 && j < q.width, "j", fmt::format("0..{}", q.width - 1), j);
+  return m.loc(request, m.tail_column(q.length + j));
+}
+
+void Coordinator::write(std::int64_t layer, std::int64_t request, std::int64_t j, const void* row, const void* row_v) {
+  Impl& m = *impl_;
+  const std::int64_t l = m.local(layer), where = verify_loc(request, j);
+  m.second_pair(l, row_v, "row_v");
+  const void* const from[2] = {row, row_v};
+  for (int i = 0; i < m.rows[at(l)].pairs; ++i) cpu::unpack_row(from[i], m.device_spans(l, i, where));
+}
+
+namespace {
+
+/// A selection of one step, [B, K], as three dimensions.
+SwapInParams three_dimensional(const SwapInParams& params) {
+  SwapInParams p = params;
+  if (p.top_k_tokens.ndim != 2 && p.top_k_tokens.ndim != 3) throw_value("HiSparse top-k must be two- or three-dimensional.");
+  if (p.top_k_tokens.ndim == 3) return p;
+  auto add_step = [](TensorView& t, int ndim) {
+    if (t.ndim != ndim) return;  // swap_in says what is wrong
+    for (int i = t.ndim++; i > 1; --i) t.sizes[i] = t.sizes[i - 1], t.strides[i] = t.strides[i - 1];
+    t.sizes[1] = t.strides[1] = 1;
+  };
+  add_step(p.top_k_tokens, 2);
+  add_step(p.top_k_device_locs, 2);
+  add_step(p.seq_lens, 1);
+  return p;
+}
+
+}  // namespace
+
+void Coordinator::swap(std::int64_t layer, const SwapInParams& params, std::int64_t round) {
+  Impl& m = *impl_;
+  const CoordinatorConfig& c = m.config;
+  const std::int64_t l = m.local(layer);
+  Group& g = m.groups[at(m.group_of[at(l)])];
+  if (g.anchor != l) refuse("layer", "an anchor layer", fmt::format("{}, a follower of {}", layer, g.anchor + c.first_layer));
+  require(round >= 0 && round <= static_cast<std::int64_t>(g.plans.size()), "round", fmt::format("0..{}", g.plans.size()), round);
+  SwapInParams p = three_dimensional(params);
+  p.host_cache_locs = host_cache_locs();
+  p.buffers = m.buffers[at(l)];
+  p.state = g.state;
+  p.scratch_locs = TensorView(m.scratch_locs.data(), DType::kInt32, {c.requests, c.scratch});
+  p.layout = c.layout;
+  const std::int64_t batch = p.top_k_tokens.sizes[0], occurrences = p.top_k_tokens.sizes[1] * p.top_k_tokens.sizes[2];
+  if (occurrences > kMaxOccurrences) p.plan = {};  // swap_in refuses it
+  Plan plan;
+  std::vector<std::int32_t> misses(at(batch)), hits(at(batch));
+  if (occurrences <= kMaxOccurrences) {
+    plan.src.resize(at(batch * occurrences));
+    plan.dst.resize(at(batch * occurrences));
+    plan.count.resize(at(batch));
+    plan.batch = batch;
+    plan.capacity = occurrences;
+    p.plan = {TensorView(plan.src.data(), DType::kInt64, {batch, occurrences}),
+              TensorView(plan.dst.data(), DType::kInt32, {batch, occurrences}), TensorView(plan.count.data(), DType::kInt32, {batch})};
+  }
+  const TensorView given_misses = p.unique_misses, given_hits = p.unique_hits;
+  p.unique_misses = TensorView(misses.data(), DType::kInt32, {batch});
+  p.unique_hits = TensorView(hits.data(), DType::kInt32, {batch});
+  // Rows of a request that holds none would all be -1; that is a mistake of the caller.
+  if (p.req_pool_indices.ndim == 1 && (p.req_pool_indices.dtype == DType::kInt32 || p.req_pool_indices.dtype == DType::kInt64)) {
+    plan.real = batch;
+    if (p.num_real_reqs.given() && p.num_real_reqs.dtype == DType::kInt32 && p.num_real_reqs.numel() == 1)
+      plan.real = std::clamp<std::int64_t>(*p.num_real_reqs.as<std::int32_t>(), 0, batch);
+    const Integers lens{p.seq_lens.data, p.seq_lens.strides[0], p.seq_lens.strides[1], static_cast<int>(size_of(p.seq_lens.dtype))};
+    const bool lens_ok = p.seq_lens.ndim == 2 && p.seq_lens.sizes[0] == batch && p.seq_lens.sizes[1] == p.top_k_tokens.sizes[1];
+    for (std::int64_t b = 0; b < std::min(plan.real, p.req_pool_indices.sizes[0]); ++b) {
+      const Request& q = m.in_state(core::load_index(p.req_pool_indices, b), {RequestState::kActive, RequestState::kVerifying});
+      for (std::int64_t s = 0; lens_ok && s < p.seq_lens.sizes[1]; ++s)
+        require(lens(b, s) <= q.length + q.width, "seq_lens", fmt::format("at most {}, the end of the window", q.length + q.width),
+                lens(b, s));
+    }
+  }
+  swap_in(p);
+  for (const auto& [out, from] : {std::pair{&given_misses, &misses}, std::pair{&given_hits, &hits}})
+    if (out->given())
+      for (std::int64_t b = 0; b < batch; ++b) out->as<std::int32_t>()[b * out->strides[0]] = (*from)[at(b)];
+
+  m.stats.swaps += plan.real;
+  for (std::int64_t b = 0; b < batch; ++b) {
+    m.stats.unique_hits += hits[at(b)];
+    m.stats.unique_misses += misses[at(b)];
+    m.stats.unserved += misses[at(b)] - plan.count[at(b)];
+    if (!p.skip_io) m.stats.bytes_to_device += plan.count[at(b)] * m.rows[at(l)].pairs * m.rows[at(l)].item_bytes;
+  }
+  plan.valid = true;
+  if (round == static_cast<std::int64_t>(g.plans.size())) g.plans.emplace_back();
+  g.plans[at(round)] = std::move(plan);
+  for (std::size_t later = at(round) + 1; later < g.plans.size(); ++later) g.plans[later].valid = false;
+}
+
+void Coordinator::follow(std::int64_t layer, std::int64_t round) {
+  Impl& m = *impl_;
+  const std::int64_t l = m.local(layer);
+  Group& g = m.groups[at(m.group_of[at(l)])];
+  if (g.anchor == l) refuse("layer", "a follower layer", fmt::format("{}, an anchor", layer));
+  if (round < 0 || round >= static_cast<std::int64_t>(g.plans.size()) || !g.plans[at(round)].valid)
+    refuse("round", fmt::format("a swap of anchor {} in this window before its followers", g.anchor + m.config.first_layer),
+           fmt::format("none for round {}", round));
+  Plan& plan = g.plans[at(round)];
+  ReplayPlanParams p;
+  p.miss_src = TensorView(plan.src.data(), DType::kInt64, {plan.batch, plan.capacity});
+  p.miss_dst = TensorView(plan.dst.data(), DType::kInt32, {plan.batch, plan.capacity});
+  p.miss_count = TensorView(plan.count.data(), DType::kInt32, {plan.batch});
+  p.followers = &m.buffers[at(l)];
+  p.num_followers = 1;
+  p.layout = m.config.layout;
+  replay_plan(p);
+  for (std::int32_t n : plan.count) m.stats.bytes_to_device += n * m.rows[at(l)].pairs * m.rows[at(l)].item_bytes;
+}
+
+std::int64_t Coordinator::plan_rounds(std::int64_t layer, const SwapInParams& params, const TensorView& round_of) const {
+  const Impl& m = *impl_;
+  const std::int64_t l = m.local(layer);
+  const Group& g = m.groups[at(m.group_of[at(l)])];
+  const SwapInParams p = three_dimensional(params);
+  core::Checker check("Coordinator");
+  core::Sym B("B"), S("S"), K("K");
+  check.arg("top_k_tokens", p.top_k_tokens).dtype(DType::kInt32).shape({B, S, K}).same_device();
+  check.arg("seq_lens", p.seq_lens).required().dtype({DType::kInt32, DType::kInt64}).shape({B, S}).same_device();
+  check.arg("req_pool_indices", p.req_pool_indices).required().dtype({DType::kInt32, DType::kInt64}).shape({B}).same_device();
+  check.arg("round_of", round_of).required().dtype(DType::kInt32).shape({B, S}).same_device().no_self_overlap();
+  for (std::int64_t b = 0; b < B; ++b)
+    m.in_state(core::load_index(p.req_pool_indices, b), {RequestState::kActive, RequestState::kVerifying});
+  const Integers lens{p.seq_lens.data, p.seq_lens.strides[0], p.seq_lens.strides[1], static_cast<int>(size_of(p.seq_lens.dtype))};
+  const std::int32_t* tokens = p.top_k_tokens.as<const std::int32_t>();
+  std::int64_t rounds = 1;
+  std::vector<std::int32_t> held, wanted, both;
+  for (std::int64_t b = 0; b < B; ++b) {
+    const std::int64_t r = core::load_index(p.req_pool_indices, b);
+    const std::int64_t room = m.requests[at(r)].hot_rows + m.config.scratch;
+    std::int32_t round = 0;
+    held.clear();
+    for (std::int64_t s = 0; s < S; ++s) {
+      wanted.clear();
+      for (std::int64_t k = 0; k < K; ++k) {
+        const std::int32_t t = tokens[b * p.top_k_tokens.strides[0] + s * p.top_k_tokens.strides[1] + k * p.top_k_tokens.strides[2]];
+        if (t < 0 || t >= lens(b, s) || t >= m.config.context) continue;
+        // The tail answers without a hot slot; what is neither committed nor there has no row at all.
+        if (Impl::token(const_cast<Group&>(g), r, m.tail_column(t)) == t || m.host_locs[at(r * m.config.context + t)] < 0) continue;
+        wanted.push_back(t);
+      }
+      std::sort(wanted.begin(), wanted.end());
+      wanted.erase(std::unique(wanted.begin(), wanted.end()), wanted.end());
+      both.clear();
+      std::set_union(held.begin(), held.end(), wanted.begin(), wanted.end(), std::back_inserter(both));
+      if (s > 0 && static_cast<std::int64_t>(both.size()) > room) {
+        ++round;
+        held = wanted;
+      } else {
+        held.swap(both);
+      }
+      round_of.as<std::int32_t>()[b * round_of.strides[0] + s * round_of.strides[1]] = round;
+    }
+    rounds = std::max<std::int64_t>(rounds, round + 1);
+  }
+  return rounds;
+}
+
+void Coordinator::accept(std::span<const std::int64_t> ids, std::span<const std::int64_t> accepted) {
+  Impl& m = *impl_;
+  const CoordinatorConfig& c = m.config;
+  if (accepted.size() != ids.size())
+    throw_value(fmt::format("HiSparse verify slot mismatch: expected {}, got {}.", ids.size(), accepted.size()));
+  m.distinct(ids);
+  for (std::size_t b = 0; b < ids.size(); ++b) {
+    const Request& q = m.in_state(ids[b], {RequestState::kVerifying});
+    if (accepted[b] < 0 || accepted[b] > q.width) throw_value("HiSparse accept_indices point outside verify_cache_locs.");
+  }
+  m.forget_plans();
+  for (std::size_t b = 0; b < ids.size(); ++b) {
+    const std::int64_t r = ids[b];
+    Request& q = m.requests[at(r)];
+    for (std::int64_t p = q.length; p < q.length + accepted[b]; ++p) {
+      const std::int64_t from = m.loc(r, m.tail_column(p)), to = m.page_row(q, p);
+      for (std::int64_t l = 0; l < m.layers; ++l)
+        for (int i = 0; i < m.rows[at(l)].pairs; ++i) {
+          cpu::copy_row(m.device_spans(l, i, from), m.host_spans(l, i, to));
+          m.stats.bytes_to_host += m.rows[at(l)].item_bytes;
+        }
+      m.host_locs[at(r * c.context + p)] = to;
+      // Where nothing was evicted yet, the slot of the same number is free: the position moves there and stays for good.
+      for (Group& g : m.groups) {
+        if (p >= c.hot || !m.slot_free(g, r, p)) continue;
+        for (const std::int64_t l : g.layers)
+          for (int i = 0; i < m.rows[at(l)].pairs; ++i) cpu::copy_row(m.device_spans(l, i, from), m.device_spans(l, i, m.loc(r, p)));
+        m.make_resident(g, r, p);
+        Impl::token(g, r, m.tail_column(p)) = -1;
+      }
+    }
+    for (std::int64_t p = q.length + accepted[b]; p < q.length + q.width; ++p)
+      for (Group& g : m.groups) Impl::token(g, r, m.tail_column(p)) = -1;
+    q.length += accepted[b];
+    q.width = 0;
+    q.state = RequestState::kActive;
+    for (std::int64_t& staged : q.staged) staged = q.length;
+  }
+}
+
+// -------------------------------------------------------------------------------------------------------------------- end
+
+void Coordinator::finish(std::int64_t request) {
+  impl_->in_state(request, {RequestState::kActive, RequestState::kVerifying, RequestState::kRetracted});
+  abort(request);
+}
+
+void Coordinator::abort(std::int64_t request) {
+  Impl& m = *impl_;
+  Request& q = m.requests[at(m.slot_id(request))];
+  if (q.state == RequestState::kFree) return;
+  if (q.state != RequestState::kRetracted) m.drop_device_rows(request);
+  while (!q.pages.empty()) {
+    m.free_pages.push_back(q.pages.back());
+    q.pages.pop_back();
+  }
+  std::fill_n(m.host_locs.begin() + request * m.config.context, m.config.context, -1);
+  q = Request{};
+  m.forget_plans();
+}
+
+void Coordinator::retract(std::int64_t request) {
+  Impl& m = *impl_;
+  Request& q = m.in_state(request, {RequestState::kActive, RequestState::kVerifying});
+  m.drop_device_rows(request);
+  q.state = RequestState::kRetracted;
+  q.width = 0;
+  m.forget_plans();
+}
+
+void Coordinator::resume(std::int64_t request) {
+  Impl& m = *impl_;
+  Request& q = m.in_state(request, {RequestState::kRetracted});
+  m.need_device_rows();
+  q.state = RequestState::kActive;
+  m.take_device_rows(request);
+  m.grow(request, q.length);
+  if (q.length <= m.config.hot) m.load_identity(request, 0, q.length);
+}
+
+// ---------------------------------------------------------------------------------------------------------------- looking
+
+RequestState Coordinator::state(std::int64_t request) const { return impl_->requests[at(impl_->slot_id(request))].state; }
+std::int64_t Coordinator::length(std::int64_t request) const { return impl_->requests[at(impl_->slot_id(request))].length; }
+std::int64_t Coordinator::free_device_rows() const { return static_cast<std::int64_t>(impl_->free_device.size()); }
+std::int64_t Coordinator::free_host_rows() const { return static_cast<std::int64_t>(impl_->free_pages.size()) * impl_->config.page_size; }
+const CoordinatorStats& Coordinator::stats() const { return impl_->stats; }
+
+SwapState Coordinator::tables(std::int64_t layer) const {
+  const Impl& m = *impl_;
+  return m.groups[at(m.group_of[at(m.local(layer))])].state;
+}
+
+TensorView Coordinator::host_cache_locs() const {
+  const CoordinatorConfig& c = impl_->config;
+  return TensorView(impl_->host_locs.data(), DType::kInt64, {c.requests, c.context});
+}
+
+}  // namespace specstate::hisparse
