@@ -61,9 +61,9 @@ SPECSTATE_HD inline float from_float<float>(float x) {
 }
 template <>
 SPECSTATE_HD inline bfloat16 from_float<bfloat16>(float x) {
-  const std::uint32_t u = bits_of(x);
-  if ((u & 0x7FFFFFFFu) > 0x7F800000u) return {static_cast<std::uint16_t>((u >> 16) | 0x40u)};  // keep NaN a NaN
-  return {static_cast<std::uint16_t>((u + 0x7FFFu + ((u >> 16) & 1u)) >> 16)};
+  // Without a branch, so that loops over it become vectors.
+  const std::uint32_t u = bits_of(x), nearest = (u + 0x7FFFu + ((u >> 16) & 1u)) >> 16, quiet = (u >> 16) | 0x40u;
+  return {static_cast<std::uint16_t>((u & 0x7FFFFFFFu) > 0x7F800000u ? quiet : nearest)};  // NaN stays NaN
 }
 template <>
 SPECSTATE_HD inline float16 from_float<float16>(float x) {

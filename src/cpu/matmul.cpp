@@ -252,11 +252,20 @@ PackedMatrix::PackedMatrix(const void* w, std::int64_t n, std::int64_t k, DType 
 }
 
 void PackedMatrix::set_rows(std::int64_t begin, std::int64_t count, const void* w, std::int64_t row_stride, std::int64_t col_stride) {
+  // A few rows by a stretch of columns at a time, so that the lines of the panel are filled while they are in the cache.
+  constexpr std::int64_t kStretch = 256;
   const auto copy = [&]<class T>(const T* source) {
-    for (std::int64_t r = 0; r < count; ++r)
-      for (std::int64_t i = 0; i < k_; ++i)
-        std::memcpy(static_cast<std::uint8_t*>(data_) + offset_of(begin + r, i, k_, dtype_), source + r * row_stride + i * col_stride,
-                    sizeof(T));
+    constexpr std::int64_t kStep = 4 / sizeof(T), kWord = kPanel * kStep;  // columns in a word of a lane; elements from word to word
+    const std::int64_t first = begin / kPanel, last = (begin + count + kPanel - 1) / kPanel;
+    parallel_for(last - first, std::max<std::int64_t>(1, 16384 / (k_ + 1)), [&](std::int64_t p0, std::int64_t p1) {
+      for (std::int64_t p = first + p0; p < first + p1; ++p)
+        for (std::int64_t c0 = 0; c0 < k_; c0 += kStretch)
+          for (std::int64_t r = std::max(begin, p * kPanel); r < std::min(begin + count, (p + 1) * kPanel); ++r) {
+            const T* from = source + (r - begin) * row_stride;
+            T* to = reinterpret_cast<T*>(static_cast<std::uint8_t*>(data_) + offset_of(r, 0, k_, dtype_));
+            for (std::int64_t i = c0; i < std::min(k_, c0 + kStretch); ++i) to[i / kStep * kWord + i % kStep] = from[i * col_stride];
+          }
+    });
   };
   dtype_ == DType::kBFloat16 ? copy(static_cast<const core::bfloat16*>(w)) : copy(static_cast<const float*>(w));
 }

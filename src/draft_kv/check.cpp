@@ -57,7 +57,7 @@ std::vector<TensorView> layer_views(Checker& check, const char* name, std::span<
     check.arg(name, pool).required().dtype(kPoolTypes).shape({slots, heads, channels}).same_device().no_self_overlap();
     if (!first) check.arg(name, pool).dtype(views[0].dtype);
     for (const TensorView& other : views)
-      check.require(pool.numel() == 0 || pool.data != other.data, name, "a tensor of its own for each layer", "the same memory twice");
+      check.require(!core::may_overlap(pool, other), name, "a tensor of its own for each layer", "memory that overlaps another layer's");
     views.push_back(pool);
   }
   return views;
@@ -165,15 +165,13 @@ MaterializeArgs check(const MaterializeIntoPoolParams& p) {
   const std::vector<TensorView> v = layer_views(check, "v_pool", p.v_pool, L, slots, N, Dv);
   check.require(layer_columns(N, D, Dv) == C, p.projection.given() ? "projection" : "kv_weight",
                 "N*D + N*Dv = " + std::to_string(layer_columns(N, D, Dv)) + " rows a layer", std::to_string(C.value()));
-  for (std::int64_t l = 0; l < L; ++l)
-    for (const auto& [name, pool] : {std::pair{"k_pool", &k[l]}, std::pair{"v_pool", &v[l]}}) {
+  for (const auto& [name, pools] : {std::pair{"k_pool", p.k_pool}, std::pair{"v_pool", p.v_pool}})
+    for (const TensorView& pool : pools)
       for (const TensorView* in : {&p.ctx_hidden, &p.kv_weight, &p.kv_bias, &p.k_norm_weight, &p.eps, &p.cos_sin_cache, &p.positions,
                                    &p.slot_mapping, &p.commit_lens, &p.k_scale, &p.v_scale})
-        check.require(!core::may_overlap(*pool, *in), name, "memory of its own", "memory that overlaps an input");
-    }
-  // K and V may lie interleaved in one block, so extents may cross; the same first byte may not.
+        check.require(!core::may_overlap(pool, *in), name, "memory of its own", "memory that overlaps an input");
   for (const TensorView& kp : k)
-    for (const TensorView& vp : v) check.require(kp.numel() == 0 || kp.data != vp.data, "v_pool", "memory of its own", "memory of k_pool");
+    for (const TensorView& vp : v) check.require(!core::may_overlap(kp, vp), "v_pool", "memory of its own", "memory that overlaps k_pool");
 
   MaterializeArgs a{};
   a.ctx_hidden = p.ctx_hidden;

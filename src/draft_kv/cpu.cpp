@@ -1,6 +1,7 @@
 // CPU form: tiles of rows. A tile's features are gathered (only rows that are written), projected for all layers at once, and each
 // (row, layer, head) is then normed, rotated and stored where it belongs. What lives between is one tile of float32.
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "cpu/parallel.hpp"
@@ -16,8 +17,9 @@ namespace {
 
 /// Rounds to T and back.
 template <class T>
-float rounded(float x) {
-  return core::to_float(core::from_float<T>(x));
+void round_all(float* x, std::int64_t n) {
+  if constexpr (!std::is_same_v<T, float>)
+    for (std::int64_t i = 0; i < n; ++i) x[i] = core::to_float(core::from_float<T>(x[i]));
 }
 
 /// Elements first, first + stride, ... of a tensor as float32.
@@ -30,7 +32,10 @@ void load(const TensorView& t, std::int64_t first, std::int64_t stride, std::int
 
 template <class T>
 void store(const float* from, std::int64_t n, T* to, std::int64_t stride) {
-  for (std::int64_t i = 0; i < n; ++i) to[i * stride] = core::from_float<T>(from[i]);
+  if (stride == 1)  // as a loop of its own it becomes vectors
+    for (std::int64_t i = 0; i < n; ++i) to[i] = core::from_float<T>(from[i]);
+  else
+    for (std::int64_t i = 0; i < n; ++i) to[i * stride] = core::from_float<T>(from[i]);
 }
 
 /// What norm and rotary need of the layers, as dense float32.
@@ -56,36 +61,44 @@ class NormRopeTables {
   std::vector<float> weight_, eps_;
 };
 
-/// One K head: y = p / sqrt(mean(p^2) + eps) * w over all channels, then the rotary on the first R. In place, float32 between the roundings.
+/// One K head, in place: y = p / sqrt(mean(p^2) + eps) * w over all channels, then the rotary on the first R. The caller rounds.
 template <class Io>
 void norm_rope(const NormRope& x, const float* weight, float eps, const float* angles, float* p) {
-  const std::int64_t dim = x.head_dim, half = x.rotary_dim / 2;
-  specstate::cpu::rms_norm(p, weight, eps, p, dim);
-  if (x.round_after_norm)
-    for (std::int64_t j = 0; j < dim; ++j) p[j] = rounded<Io>(p[j]);
-  for (std::int64_t j = 0; j < half; ++j) {
-    const RotaryPair pair = rotary_pair(j, half, x.is_neox_style);
-    const float a = p[pair.first], b = p[pair.second], c = angles[j], s = angles[half + j];
-    p[pair.first] = a * c - b * s;
-    p[pair.second] = b * c + a * s;
-  }
-  for (std::int64_t j = 0; j < dim; ++j) p[j] = rounded<Io>(p[j]);
+  const std::int64_t half = x.rotary_dim / 2;
+  specstate::cpu::rms_norm(p, weight, eps, p, x.head_dim);
+  if (x.round_after_norm) round_all<Io>(p, x.head_dim);
+  const auto rotate = [&](auto neox) {
+    for (std::int64_t j = 0; j < half; ++j) {
+      const RotaryPair pair = rotary_pair(j, half, neox);
+      const float a = p[pair.first], b = p[pair.second], c = angles[j], s = angles[half + j];
+      p[pair.first] = a * c - b * s;
+      p[pair.second] = b * c + a * s;
+    }
+  };
+  x.is_neox_style ? rotate(std::true_type{}) : rotate(std::false_type{});
 }
 
-/// A head's channels into its slot.
+/// A head's channels into its slot: to Io, then to the pool's type.
+template <class Io>
 void write(const LayerPool& pool, DType dtype, std::int64_t slot, std::int64_t head, float scale, std::int64_t n, float* x) {
   const std::int64_t offset = pool_offset(pool, slot, head);
-  if (dtype == DType::kUInt8) dtype = DType::kFloat8E4M3FN;
-  if (scale != 1.0f)
-    for (std::int64_t i = 0; i < n; ++i) x[i] /= scale;
-  core::visit_float(dtype, [&](auto* tag) { store(x, n, static_cast<decltype(tag)>(pool.data) + offset, pool.channel_stride); });
+  core::visit_float(dtype, [&](auto* tag) {
+    using Stored = std::remove_pointer_t<decltype(tag)>;
+    if constexpr (!std::is_same_v<Stored, Io>) round_all<Io>(x, n);  // the store itself rounds to Io otherwise
+    if (scale != 1.0f)
+      for (std::int64_t i = 0; i < n; ++i) x[i] /= scale;
+    store(x, n, static_cast<Stored*>(pool.data) + offset, pool.channel_stride);
+  });
 }
+
+DType stored_type(DType pool) { return pool == DType::kUInt8 ? DType::kFloat8E4M3FN : pool; }
 
 template <class Io>
 void materialize(const MaterializeArgs& x) {
   const auto& packed = *x.projection.get();
   const NormRope& nr = x.norm_rope;
   const NormRopeTables tables(nr, x.layers);
+  const DType k_type = stored_type(x.k_dtype), v_type = stored_type(x.v_dtype);
   const std::int64_t rows = static_cast<std::int64_t>(x.rows.size()), width = packed.columns, columns = x.layers * width;
   // The tile: enough rows to pay for streaming the weights, few enough that it stays in the cache between product and store.
   const std::int64_t tile = std::clamp<std::int64_t>((std::int64_t{1} << 19) / columns, 16, 256);
@@ -96,7 +109,7 @@ void materialize(const MaterializeArgs& x) {
     for (std::int64_t r = 0; r < n; ++r) {
       float* to = &features[r * packed.hidden];
       load(x.ctx_hidden, row[r].row * x.ctx_hidden.strides[0], x.ctx_hidden.strides[1], packed.hidden, to);
-      for (std::int64_t i = 0; i < packed.hidden; ++i) to[i] = rounded<Io>(to[i]);
+      round_all<Io>(to, packed.hidden);
     }
     specstate::cpu::matmul(packed.weight, features.data(), packed.hidden, n, projected.data(), columns,
                            {.bias = packed.bias.empty() ? nullptr : packed.bias.data()});
@@ -105,14 +118,14 @@ void materialize(const MaterializeArgs& x) {
       for (std::int64_t i = begin; i < end; ++i) {
         const std::int64_t r = i / x.layers, l = i % x.layers;
         float* p = &projected[r * columns];
-        for (std::int64_t c = l * width; c < (l + 1) * width; ++c) p[c] = rounded<Io>(p[c]);
+        round_all<Io>(p + l * width, x.heads * nr.head_dim);
         tables.angles(l, row[r].position, angles.data());
         for (std::int64_t h = 0; h < x.heads; ++h) {
           float* k = p + k_column(width, l, h, nr.head_dim);
           norm_rope<Io>(nr, tables.weight(l), tables.eps(l), angles.data(), k);
-          write(x.k[l], x.k_dtype, row[r].slot, h, x.k_scale[l], nr.head_dim, k);
+          write<Io>(x.k[l], k_type, row[r].slot, h, x.k_scale[l], nr.head_dim, k);
           float* v = p + v_column(width, l, x.heads, nr.head_dim, h, x.v_head_dim);
-          write(x.v[l], x.v_dtype, row[r].slot, h, x.v_scale[l], x.v_head_dim, v);
+          write<Io>(x.v[l], v_type, row[r].slot, h, x.v_scale[l], x.v_head_dim, v);
         }
       }
     });
