@@ -1,15 +1,15 @@
 // The command line. CLI11 is included here and nowhere else (it costs 9 s a file); each subcommand takes a plain struct.
-#include <unistd.h>
-
 #include <CLI/CLI.hpp>
 #include <charconv>
 #include <cmath>
 #include <cstdio>
 #include <exception>
 #include <string>
+#include <vector>
 
 #include "bench.hpp"
 #include "doctor.hpp"
+#include "generate.hpp"
 #include "output.hpp"
 #include "specstate/error.hpp"
 #include "specstate/version.hpp"
@@ -26,18 +26,70 @@ std::string one_line(std::string text) {
   return text;
 }
 
-int usage(const CLI::App& app, const std::string& what) {
+/// The subcommand that the command line got to.
+const CLI::App& deepest(const CLI::App& app) {
   const CLI::App* at = &app;
   while (!at->get_subcommands().empty()) at = at->get_subcommands().front();
-  const std::string command = at == &app ? "specstate" : "specstate " + at->get_name();
+  return *at;
+}
+
+int usage(const CLI::App& app, const std::string& what) {
+  const CLI::App& at = deepest(app);
+  const std::string command = &at == &app ? "specstate" : "specstate " + at.get_name();
   std::fprintf(stderr, "%s: %s (see `%s --help`)\n", command.c_str(), one_line(what).c_str(), command.c_str());
   return kUsage;
 }
 
+/// A check that says what was expected and what was got. CLI11 puts the option's name in front.
+template <class T>
+CLI::Validator number(T low, T high, const std::string& expected) {
+  return CLI::Validator(
+      [=](std::string& text) -> std::string {
+        T value{};
+        const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+        const bool ok = error == std::errc() && end == text.data() + text.size() && value >= low && value <= high;
+        return ok ? "" : "expected " + expected + ", got '" + text + "'";
+      },
+      "");
+}
+
+CLI::Validator one_of(const std::vector<std::string>& words) {
+  return CLI::Validator(
+      [=](std::string& text) -> std::string {
+        std::string all;
+        for (const std::string& w : words) {
+          if (w == text) return "";
+          all += (all.empty() ? "" : ", ") + w;
+        }
+        return "expected one of " + all + ", got '" + text + "'";
+      },
+      "");
+}
+
 int run(int argc, char** argv) {
-  CLI::App app{"specstate: the state of speculative decoding, on real models"};
+  CLI::App app{"specstate: the state of speculative decoding, on a real model"};
+  app.name("specstate");
   app.set_version_flag("--version", SPECSTATE_VERSION);
   app.require_subcommand(0, 1);
+
+  GenerateCommand generate;
+  runtime::GenerateOptions& g = generate.options;
+  std::string mode = "auto", proposal = "greedy";
+  CLI::App* generate_app = app.add_subcommand("generate", "decode a prompt with the embedded model; text on stdout, report on stderr");
+  generate_app->add_option("--prompt", generate.prompts, "prompt text (repeat for a batch)")->take_all()->expected(1)->allow_extra_args(false);
+  generate_app->add_option("--prompt-file", generate.prompt_files, "file with a prompt (repeat for a batch)")->take_all()->expected(1)->allow_extra_args(false);
+  generate_app->add_option("--max-new-tokens", g.max_new_tokens, "tokens to generate at most")->check(number(1, 1 << 30, "an integer of 1 or more"))->capture_default_str();
+  generate_app->add_option("--mode", mode, "auto: what measures fastest; a named mode is always followed")->check(one_of({"auto", "plain", "dflash", "dspark"}))->capture_default_str();
+  generate_app->add_option("--temperature", g.temperature, "0: greedy")->check(number(0.0, 1e6, "a number of 0 (greedy) or more"))->capture_default_str();
+  generate_app->add_option("--seed", g.seed, "of sampling; equal seeds draw equal tokens in every mode")->check(number<std::uint64_t>(0, ~0ull, "an integer of 0 or more"))->capture_default_str();
+  generate_app->add_option("--proposal", proposal, "greedy: the drafter's best ids; sampled: drawn from it, verified by rejection sampling")->check(one_of({"greedy", "sampled"}))->capture_default_str();
+  generate_app->add_option("--device", generate.device, "backend")->check(one_of({"cpu", "cuda"}))->capture_default_str();
+  generate_app->add_option("--model", generate.model, "model folder (default: the embedded model)");
+  generate_app->add_option("--hot-slots", g.hot_slots, "device rows that cache the KV of the host, per request and layer")->check(number(1, 1 << 20, "an integer of 1 or more"))->capture_default_str();
+  generate_app->add_option("--chunk", g.chunk, "prefill rows at once")->check(number(1, 1 << 20, "an integer of 1 or more"))->capture_default_str();
+  generate_app->add_option("--force-accept", g.force_accept, "for tests: commit exactly this many tokens a step where they fit")->check(number(1, 1 << 20, "an integer of 1 or more"));
+  generate_app->add_flag("--check-lossless", g.check_lossless, "also decode plainly and compare; a difference exits 3");
+  generate_app->add_option("--json", generate.json, "write the report as JSON to a file, or - for stdout (instead of the text)");
 
   DoctorOptions doctor;
   CLI::App* doctor_app = app.add_subcommand("doctor", "what this build can do on this machine, and what is missing");
@@ -47,7 +99,7 @@ int run(int argc, char** argv) {
   BenchOptions bench;
   CLI::App* bench_app = app.add_subcommand("bench", "measure operations beside their floors and peers");
   bench_app->add_option("family", bench.family, "matmul, ... or all")->required();
-  bench_app->add_option("--device", bench.device, "cpu or cuda")->check(CLI::IsMember({"cpu", "cuda"}));
+  bench_app->add_option("--device", bench.device, "cpu or cuda")->check(one_of({"cpu", "cuda"}));
   bench_app->add_flag("--quick", bench.quick, "few and short samples: shows that it runs, not how fast");
   bench_app->add_flag("--record", bench.record, "merge into bench/results/<device>.json of this checkout");
   bench_app->add_option("--json", bench.json, "write the results as JSON to a file, or - for stdout");
@@ -57,18 +109,29 @@ int run(int argc, char** argv) {
   } catch (const CLI::Success& e) {
     return app.exit(e);  // --help, --version
   } catch (const CLI::ExtrasError&) {
-    const CLI::App* at = &app;
-    while (!at->get_subcommands().empty()) at = at->get_subcommands().front();
-    std::vector<std::string> rest = app.remaining(true);
+    const std::vector<std::string> rest = app.remaining(true);
     const std::string word = rest.empty() ? "" : rest.front();
-    return usage(app, at == &app ? "expected a subcommand, got '" + word + "'" : "expected the options of --help, got '" + word + "'");
+    if (&deepest(app) == &app && word.rfind("-", 0) != 0) return usage(app, "expected one of the subcommands generate, bench and doctor, got '" + word + "'");
+    return usage(app, "expected a known option, got '" + word + "'");
   } catch (const CLI::ParseError& e) {
     return usage(app, e.what());
   }
 
+  if (generate_app->parsed()) {
+    for (const runtime::Mode m : {runtime::Mode::kAuto, runtime::Mode::kPlain, runtime::Mode::kDFlash, runtime::Mode::kDSpark})
+      if (mode == runtime::name_of(m)) g.mode = m;
+    g.sampled_proposals = proposal == "sampled";
+    if (generate.prompts.empty() && generate.prompt_files.empty()) return usage(app, "expected --prompt TEXT or --prompt-file FILE, got neither");
+    if (g.sampled_proposals && g.temperature <= 0) return usage(app, "--proposal sampled: expected --temperature above 0, got greedy decoding");
+    if (g.sampled_proposals && (g.check_lossless || g.force_accept))
+      return usage(app, "--proposal sampled: expected neither --check-lossless nor --force-accept: it draws other tokens than plain decoding, of the same distribution");
+    if (g.force_accept && (g.mode == runtime::Mode::kAuto || g.mode == runtime::Mode::kPlain))
+      return usage(app, "--force-accept: expected --mode dflash or dspark, got " + mode);
+    return run_generate(generate);
+  }
   if (doctor_app->parsed()) return run_doctor(doctor);
   if (bench_app->parsed()) return run_bench(bench);
-  return usage(app, "expected a subcommand: generate, bench or doctor");
+  return usage(app, "expected one of the subcommands generate, bench and doctor");
 }
 
 }  // namespace

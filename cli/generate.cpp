@@ -1,0 +1,105 @@
+#include "generate.hpp"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <nlohmann/json.hpp>
+
+#include "output.hpp"
+#include "runtime/file.hpp"
+#include "specstate/error.hpp"
+
+namespace specstate::cli {
+
+namespace {
+
+// Far more than any context takes; the engine says what is too long for the model.
+constexpr std::size_t kMaxPromptFile = std::size_t{64} << 20;
+
+nlohmann::ordered_json to_json(const runtime::Report& r) {
+  nlohmann::ordered_json j;
+  j["text"] = r.requests[0].text;
+  j["tokens"] = r.requests[0].tokens;
+  j["mode"] = runtime::name_of(r.mode);
+  if (!r.note.empty()) j["note"] = r.note;
+  j["steps"] = r.steps;
+  j["committed_tokens"] = r.committed_tokens;
+  j["mean_accepted_length"] = r.mean_accepted_length;
+  j["accepted_lengths"] = r.accepted_lengths;
+  j["tokens_per_second"] = r.tokens_per_second;
+  j["prefill_seconds"] = r.prefill_seconds;
+  j["decode_seconds"] = r.decode_seconds;
+  j["hisparse"] = {{"hits", r.hisparse.hits}, {"misses", r.hisparse.misses}, {"hit_rate", r.hisparse.hit_rate},
+                   {"host_bytes_copied", r.hisparse.host_bytes_copied}, {"hot_slots", r.hisparse.hot_slots}, {"top_k", r.hisparse.top_k}};
+  j["kda"] = {{"state_bytes", r.kda.state_bytes}, {"ring_bytes", r.kda.ring_bytes}, {"snapshot_bytes_avoided", r.kda.snapshot_bytes_avoided}};
+  j["draft_kv"] = {{"tokens_materialized", r.draft_kv.tokens_materialized}, {"bytes_written", r.draft_kv.bytes_written}};
+  if (r.lossless) j["lossless"] = *r.lossless;
+  for (const runtime::RequestReport& q : r.requests)
+    j["requests"].push_back({{"text", q.text}, {"tokens", q.tokens}, {"finish", q.finish}, {"prompt_tokens", q.prompt_tokens}, {"steps", q.steps},
+                             {"committed_tokens", q.committed_tokens}, {"state_digest", fmt::format("{:016x}", q.state_digest)}});
+  return j;
+}
+
+std::string to_text(const runtime::Report& r) {
+  std::string s;
+  const auto line = [&](const char* what, const std::string& value) { s += fmt::format("{:<10}{}\n", what, value); };
+  std::size_t tokens = 0;
+  int prompt = 0;
+  for (const runtime::RequestReport& q : r.requests) tokens += q.tokens.size(), prompt += q.prompt_tokens;
+  line("mode", runtime::name_of(r.mode) + (r.note.empty() ? "" : " (" + r.note + ")"));
+  line("tokens", fmt::format("{} new after {} of prompt; {} steps, {:.2f} tokens a step", tokens, prompt, r.steps, r.mean_accepted_length));
+  line("speed", fmt::format("{:.0f} tokens/s decoding; prefill {:.0f} tokens/s", r.tokens_per_second,
+                            r.prefill_seconds > 0 ? prompt / r.prefill_seconds : 0.0));
+  line("hisparse", fmt::format("{} hits, {} misses ({:.1f} % hits), {} bytes from the host; {} hot slots, top-k {}", r.hisparse.hits, r.hisparse.misses,
+                               100 * r.hisparse.hit_rate, r.hisparse.host_bytes_copied, r.hisparse.hot_slots, r.hisparse.top_k));
+  line("kda", fmt::format("{} bytes of state, {} of rings; {} bytes of snapshots avoided", r.kda.state_bytes, r.kda.ring_bytes, r.kda.snapshot_bytes_avoided));
+  line("draft KV", fmt::format("{} tokens materialized, {} bytes written", r.draft_kv.tokens_materialized, r.draft_kv.bytes_written));
+  if (r.lossless) line("lossless", *r.lossless ? "yes: tokens and state equal plain decoding" : "NO: plain decoding gives something else");
+  return s;
+}
+
+}  // namespace
+
+int run_generate(const GenerateCommand& command) {
+  if (command.device == "cuda")
+    throw Error(ErrorKind::kNotImplemented, "--device cuda: the engine of this build runs on the CPU; use --device cpu.");
+  const std::string folder = command.model.empty() ? runtime::find_embedded_model() : command.model;
+  if (folder.empty())
+    throw Error(ErrorKind::kRuntime, "the embedded model (models/specstate-bytes) was found neither beside this build nor installed; name a folder with --model.");
+  std::vector<std::string> prompts = command.prompts;
+  for (const std::string& file : command.prompt_files) prompts.push_back(runtime::read_text(file, kMaxPromptFile));
+
+  runtime::Engine engine(folder);
+  runtime::Callbacks callbacks;
+  // JSON on stdout must stay JSON; a batch is written prompt by prompt when all are done.
+  const bool json_only = command.json == "-", stream = !json_only && prompts.size() == 1;
+  if (stream)
+    callbacks.text = [](std::size_t, std::string_view bytes) {
+      std::fwrite(bytes.data(), 1, bytes.size(), stdout);
+      std::fflush(stdout);
+    };
+  const bool progress = isatty(STDERR_FILENO) && std::any_of(prompts.begin(), prompts.end(), [](const std::string& p) { return p.size() > 1000; });
+  if (progress)
+    callbacks.prefill = [&](std::size_t request, int done, int total) {
+      // After the last chunk the line is wiped.
+      std::fputs(done < total ? fmt::format("\rprefill {}/{}: {} of {} tokens", request + 1, prompts.size(), done, total).c_str() : "\r\x1b[K", stderr);
+    };
+  const runtime::Report report = engine.generate(prompts, command.options, callbacks);
+
+  if (stream) std::fputc('\n', stdout);
+  if (!json_only && !stream)
+    for (std::size_t i = 0; i < prompts.size(); ++i) {
+      std::fputs(fmt::format("== {}\n", i + 1).c_str(), stdout);
+      std::fwrite(report.requests[i].text.data(), 1, report.requests[i].text.size(), stdout);
+      std::fputc('\n', stdout);
+    }
+  if (std::fflush(stdout) != 0 || std::ferror(stdout)) throw Error(ErrorKind::kRuntime, "cannot write to stdout.");
+  std::fputs(to_text(report).c_str(), stderr);
+  // Bytes of the text that are not UTF-8 become U+FFFD in JSON; `tokens` is exact.
+  if (!command.json.empty()) write_json(command.json, to_json(report).dump(2, ' ', false, nlohmann::json::error_handler_t::replace));
+  return report.lossless.value_or(true) ? kOk : kNotLossless;
+}
+
+}  // namespace specstate::cli

@@ -1,0 +1,20 @@
+#pragma once
+#include <string>
+#include <vector>
+
+#include "specstate/runtime.hpp"
+
+namespace specstate::cli {
+
+struct GenerateCommand {
+  std::vector<std::string> prompts;       // texts
+  std::vector<std::string> prompt_files;  // their contents follow the texts
+  std::string model;                      // folder; empty: the embedded one
+  std::string device = "cpu";
+  std::string json;                       // file or "-"; empty: none
+  runtime::GenerateOptions options;
+};
+/// Text on stdout, report on stderr. Returns the exit status.
+int run_generate(const GenerateCommand& command);
+
+}  // namespace specstate::cli

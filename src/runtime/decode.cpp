@@ -1,0 +1,278 @@
+#include "runtime/decode.hpp"
+
+#include <algorithm>
+#include <chrono>
+
+#include "core/match.hpp"
+#include "runtime/digest.hpp"
+#include "runtime/sampler.hpp"
+#include "specstate/accept.hpp"
+
+namespace specstate::runtime {
+
+namespace {
+
+std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
+
+double seconds_since(std::chrono::steady_clock::time_point begin) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+}
+
+struct Request {
+  const std::vector<int>* prompt = nullptr;
+  std::uint64_t key = 0;
+  int limit = 0;   // tokens that may be emitted
+  int last = 0;    // the last emitted token, in no state yet
+  bool done = false;
+};
+
+class Run {
+ public:
+  Run(const Checkpoint& model, const std::vector<std::vector<int>>& prompts, const GenerateOptions& options, const RunOptions& run,
+      const Callbacks& callbacks);
+  Report finish();
+
+ private:
+  void prefill(int r);
+  void step();
+  int choose(float* logits, const Request& request, int position);
+  /// Emits tokens to request r until one ends it; returns how many were taken.
+  int emit(int r, const int* tokens, int count);
+  void propose(const std::vector<int>& active, const std::vector<int>& lens);
+  std::vector<int> accept(const std::vector<int>& active, const Window& w, const std::vector<int>& rows);
+
+  const Checkpoint& model_;
+  const TargetConfig& config_;
+  const GenerateOptions& options_;
+  const RunOptions& run_;
+  const Callbacks& callbacks_;
+  const DraftWeights* draft_weights_;
+  int window_;
+  std::vector<Request> requests_;
+  std::optional<Drafter> drafter_;
+  std::optional<Target> target_;
+  Proposals proposals_;
+  std::vector<double> probabilities_;
+  std::vector<int> emitted_;  // of one step of one request
+  std::vector<std::vector<int>> out_;  // [active] tokens that this step emits
+  Report report_;
+};
+
+int context_needed(const std::vector<std::vector<int>>& prompts, const GenerateOptions& options, const TargetConfig& config) {
+  std::int64_t most = 0;
+  for (const auto& p : prompts) most = std::max<std::int64_t>(most, static_cast<std::int64_t>(p.size()) + options.max_new_tokens);
+  return static_cast<int>(std::min<std::int64_t>(most, config.max_length));
+}
+
+Run::Run(const Checkpoint& model, const std::vector<std::vector<int>>& prompts, const GenerateOptions& options, const RunOptions& run,
+         const Callbacks& callbacks)
+    : model_(model), config_(model.target.config), options_(options), run_(run), callbacks_(callbacks),
+      draft_weights_(run.mode == Mode::kDFlash ? &*model.dflash : run.mode == Mode::kDSpark ? &*model.dspark : nullptr),
+      window_(window_of(model, run.mode)) {
+  const int count = static_cast<int>(prompts.size()), context = context_needed(prompts, options, config_);
+  if (draft_weights_) drafter_.emplace(*draft_weights_, model.target, count, context);
+  target_.emplace(model.target, TargetLimits{count, options.hot_slots, window_, context}, drafter_ ? drafter_->feature_layers() : std::vector<int>{});
+  report_.mode = run.mode;
+  report_.requests.resize(prompts.size());
+  report_.accepted_lengths.assign(at(window_ + 1), 0);
+  for (const auto& p : prompts) {
+    Request& r = requests_.emplace_back();
+    r.prompt = &p;
+    Digest key;  // the request's own name: independent of its place in the batch
+    for (const int t : p) key.value(static_cast<std::uint64_t>(t));
+    r.key = key.result();
+    r.limit = std::min(options.max_new_tokens, config_.max_length - static_cast<int>(p.size()));
+  }
+  auto begin = std::chrono::steady_clock::now();
+  for (int r = 0; r < count; ++r) prefill(r);
+  report_.prefill_seconds = seconds_since(begin);
+  begin = std::chrono::steady_clock::now();
+  while (std::any_of(requests_.begin(), requests_.end(), [](const Request& r) { return !r.done; })) step();
+  report_.decode_seconds = seconds_since(begin);
+}
+
+int Run::choose(float* logits, const Request& request, int position) {
+  forbid(logits, config_.vocab, config_.eos);
+  if (options_.temperature <= 0) return argmax(logits, config_.vocab);
+  probabilities_.resize(at(config_.vocab));
+  probabilities(logits, config_.vocab, options_.temperature, probabilities_.data());
+  return inverse_cdf(probabilities_.data(), config_.vocab, uniform(options_.seed, request.key, static_cast<std::uint64_t>(position), Draw::kToken));
+}
+
+int Run::emit(int r, const int* tokens, int count) {
+  Request& request = requests_[at(r)];
+  RequestReport& report = report_.requests[at(r)];
+  std::string bytes;
+  int taken = 0;
+  while (taken < count && !request.done) {
+    const int token = tokens[taken++];
+    report.tokens.push_back(token);
+    request.last = token;
+    if (token == config_.eos) report.finish = "eos";
+    else if (token < 256) bytes += static_cast<char>(token);
+    if (token != config_.eos && static_cast<int>(report.tokens.size()) == request.limit)
+      report.finish = request.limit == options_.max_new_tokens ? "length" : "context";
+    request.done = !report.finish.empty();
+  }
+  report.text += bytes;
+  if (callbacks_.text && !bytes.empty()) callbacks_.text(at(r), bytes);
+  return taken;
+}
+
+void Run::prefill(int r) {
+  const std::vector<int>& prompt = *requests_[at(r)].prompt;
+  const int total = static_cast<int>(prompt.size());
+  report_.requests[at(r)].prompt_tokens = total;
+  for (int begin = 0; begin < total; begin += options_.chunk) {
+    const int end = std::min(total, begin + options_.chunk);
+    target_->prefill(r, {prompt.data() + begin, at(end - begin)}, end == total);
+    if (drafter_) drafter_->materialize({{r}, {end - begin}, {begin}}, target_->features(), {end - begin});
+    if (callbacks_.prefill) callbacks_.prefill(at(r), end, total);
+  }
+  const int first = choose(target_->logits(0), requests_[at(r)], total);
+  emit(r, &first, 1);
+}
+
+void Run::propose(const std::vector<int>& active, const std::vector<int>& lens) {
+  std::vector<DraftRequest> who;
+  for (const int r : active) who.push_back({r, requests_[at(r)].last, target_->n_of(r), requests_[at(r)].key});
+  drafter_->propose(who, {options_.sampled_proposals, options_.temperature, options_.seed}, proposals_);
+  if (run_.known.empty()) return;
+  // Forced acceptance: K - 1 proposals become right, the next one wrong.
+  const int G = proposals_.count, right = options_.force_accept - 1;
+  for (std::size_t i = 0; i < active.size(); ++i) {
+    const std::vector<int>& known = run_.known[at(active[i])];
+    const std::size_t done = report_.requests[at(active[i])].tokens.size();
+    for (int k = 0; k < std::min(G, right + 1) && k + 1 < lens[i]; ++k) {
+      const int truth = done + at(k) < known.size() ? known[done + at(k)] : 0;
+      proposals_.tokens[i * at(G) + at(k)] = k < right ? truth : (truth + 1) % 256;
+    }
+  }
+}
+
+// How many rows of each window stand, and the tokens that they emit.
+std::vector<int> Run::accept(const std::vector<int>& active, const Window& w, const std::vector<int>& rows) {
+  const std::int64_t b = static_cast<std::int64_t>(active.size()), V = config_.vocab;
+  const std::int64_t W = *std::max_element(w.lens.begin(), w.lens.end());
+  std::vector<std::int64_t> candidates(at(b * W), -1), target(at(b * W), 0), out(at(b * W));
+  std::vector<std::int32_t> lens(at(b)), verify_lens(w.lens.begin(), w.lens.end());
+  const TensorView out_view(out.data(), DType::kInt64, {b, W}), lens_view(lens.data(), DType::kInt32, {b});
+  std::int64_t row = 0;
+  if (!options_.sampled_proposals || W == 1) {
+    for (std::int64_t i = 0; i < b; ++i)
+      for (std::int64_t j = 0; j < w.lens[at(i)]; ++j, ++row) {
+        candidates[at(i * W + j)] = rows[at(row)];
+        target[at(i * W + j)] = choose(target_->logits(row), requests_[at(active[at(i)])], w.starts[at(i)] + static_cast<int>(j) + 1);
+      }
+    accept::VerifyGreedyParams params;
+    params.candidates = TensorView(candidates.data(), DType::kInt64, {b, W});
+    params.target_argmax = TensorView(target.data(), DType::kInt64, {b, W});
+    params.verify_lens = TensorView(verify_lens.data(), DType::kInt32, {b});
+    params.accept_lens = lens_view;
+    params.out_tokens = out_view;
+    accept::verify_greedy(params);
+  } else {
+    std::vector<double> p(at(b * W * V), 1.0), q(at(b * (W - 1) * V), 0.0), u(at(b * W), 0.0);
+    for (std::int64_t i = 0; i < b; ++i) {
+      const Request& request = requests_[at(active[at(i)])];
+      for (std::int64_t j = 0; j < w.lens[at(i)]; ++j, ++row) {
+        candidates[at(i * W + j)] = rows[at(row)];
+        forbid(target_->logits(row), config_.vocab, config_.eos);
+        probabilities(target_->logits(row), config_.vocab, options_.temperature, p.data() + (i * W + j) * V);
+        const std::uint64_t position = static_cast<std::uint64_t>(w.starts[at(i)] + j + 1);
+        u[at(i * W + j)] = uniform(options_.seed, request.key, position, Draw::kAcceptance);
+        if (j + 1 < w.lens[at(i)])
+          std::copy_n(proposals_.probability.data() + (i * proposals_.count + j) * V, V, q.data() + (i * (W - 1) + j) * V);
+      }
+      // The final draw has a number of its own; the window's first position names it.
+      u[at(i * W + W - 1)] = uniform(options_.seed, request.key, static_cast<std::uint64_t>(w.starts[at(i)] + 1), Draw::kToken);
+    }
+    accept::VerifyRejectionParams params;
+    params.candidates = TensorView(candidates.data(), DType::kInt64, {b, W});
+    params.draft_probs = TensorView(q.data(), DType::kFloat64, {b, W - 1, V});
+    params.target_probs = TensorView(p.data(), DType::kFloat64, {b, W, V});
+    params.uniforms = TensorView(u.data(), DType::kFloat64, {b, W});
+    params.verify_lens = TensorView(verify_lens.data(), DType::kInt32, {b});
+    params.accept_lens = lens_view;
+    params.out_tokens = out_view;
+    accept::verify_rejection(params);
+  }
+  std::vector<int> accepted(lens.begin(), lens.end());
+  out_.assign(at(b), {});
+  for (std::int64_t i = 0; i < b; ++i)
+    out_[at(i)].assign(out.begin() + i * W, out.begin() + i * W + accepted[at(i)]);
+  return accepted;
+}
+
+// reserve, draft, verify, accept, commit, materialize.
+void Run::step() {
+  std::vector<int> active;
+  Window w;
+  for (int r = 0; r < static_cast<int>(requests_.size()); ++r) {
+    if (requests_[at(r)].done) continue;
+    active.push_back(r);
+    w.slots.push_back(r);
+    w.starts.push_back(target_->n_of(r));
+    // A step cannot commit more tokens than may still be emitted, so no more rows are verified (and none beyond the context).
+    w.lens.push_back(std::min(window_, requests_[at(r)].limit - static_cast<int>(report_.requests[at(r)].tokens.size())));
+  }
+  const bool draft = *std::max_element(w.lens.begin(), w.lens.end()) > 1;
+  if (draft) propose(active, w.lens);
+  std::vector<int> rows;
+  for (std::size_t i = 0; i < active.size(); ++i)
+    for (int j = 0; j < w.lens[i]; ++j)
+      rows.push_back(j == 0 ? requests_[at(active[i])].last : proposals_.tokens[i * at(proposals_.count) + at(j) - 1]);
+  target_->forward(w, rows, draft ? Target::Way::kVerify : Target::Way::kDecode);
+  std::vector<int> accepted = accept(active, w, rows);
+  for (std::size_t i = 0; i < active.size(); ++i) {
+    // An EOS among the accepted ends the request: what follows it is neither emitted nor committed.
+    accepted[i] = emit(active[i], out_[i].data(), accepted[i]);
+    RequestReport& report = report_.requests[at(active[i])];
+    ++report.steps;
+    report.committed_tokens += accepted[i];
+    ++report_.accepted_lengths[at(accepted[i])];
+  }
+  target_->commit(accepted);
+  if (drafter_) drafter_->materialize(w, target_->features(), accepted);
+}
+
+Report Run::finish() {
+  std::int64_t emitted = 0;
+  for (std::size_t r = 0; r < requests_.size(); ++r) {
+    RequestReport& request = report_.requests[r];
+    request.state_digest = target_->digest(static_cast<int>(r));
+    report_.steps += request.steps;
+    report_.committed_tokens += request.committed_tokens;
+    emitted += static_cast<std::int64_t>(request.tokens.size());
+  }
+  report_.mean_accepted_length = report_.steps ? static_cast<double>(report_.committed_tokens) / static_cast<double>(report_.steps) : 0.0;
+  report_.tokens_per_second = report_.decode_seconds > 0 ? static_cast<double>(report_.committed_tokens) / report_.decode_seconds : 0.0;
+  const SparseStats& sparse = target_->sparse_stats();
+  report_.hisparse = {sparse.hits, sparse.misses, sparse.host_bytes_copied, 0.0, options_.hot_slots, config_.top_k};
+  if (sparse.hits + sparse.misses > 0) report_.hisparse.hit_rate = static_cast<double>(sparse.hits) / static_cast<double>(sparse.hits + sparse.misses);
+  const KdaBytes kda = target_->kda_bytes();
+  report_.kda = {kda.state, kda.ring, kda.snapshots_avoided};
+  if (drafter_) report_.draft_kv = {drafter_->stats().tokens_materialized, drafter_->stats().bytes_written};
+  return std::move(report_);
+}
+
+}  // namespace
+
+int window_of(const Checkpoint& model, Mode mode) {
+  if (mode == Mode::kDFlash && model.dflash) return model.dflash->config.proposals() + 1;
+  if (mode == Mode::kDSpark && model.dspark) return model.dspark->config.proposals() + 1;
+  return 1;
+}
+
+std::vector<int> tokens_of(const std::string& prompt, const TargetConfig& config) {
+  std::vector<int> tokens{config.bos};
+  for (const char c : prompt) tokens.push_back(static_cast<unsigned char>(c));
+  return tokens;
+}
+
+Report decode(const Checkpoint& model, const std::vector<std::vector<int>>& prompts, const GenerateOptions& options, const RunOptions& run,
+              const Callbacks& callbacks) {
+  return Run(model, prompts, options, run, callbacks).finish();
+}
+
+}  // namespace specstate::runtime

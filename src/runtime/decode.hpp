@@ -1,0 +1,29 @@
+#pragma once
+// One run of decoding: the prompts of a batch from prefill to the last token, plainly or speculatively (section 3 of the speculative loop).
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "runtime/drafter.hpp"
+#include "runtime/target.hpp"
+#include "specstate/runtime.hpp"
+
+namespace specstate::runtime {
+
+/// What a run needs beside the public options.
+struct RunOptions {
+  Mode mode = Mode::kPlain;
+  /// The tokens that plain decoding emits, for forced acceptance. Empty: none.
+  std::vector<std::vector<int>> known;
+};
+
+Report decode(const Checkpoint& model, const std::vector<std::vector<int>>& prompts, const GenerateOptions& options, const RunOptions& run,
+              const Callbacks& callbacks);
+
+/// [BOS] + bytes.
+std::vector<int> tokens_of(const std::string& prompt, const TargetConfig& config);
+/// The window of a mode: rows of a verify, 1 for plain; auto takes the larger of its drafters'.
+int window_of(const Checkpoint& model, Mode mode);
+
+}  // namespace specstate::runtime

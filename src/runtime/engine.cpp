@@ -1,0 +1,74 @@
+// The public face of the engine: checks of the options, the choice of `auto`, the comparison with plain decoding.
+#include <fmt/format.h>
+
+#include <cmath>
+
+#include "core/match.hpp"
+#include "runtime/decode.hpp"
+
+namespace specstate::runtime {
+
+struct Engine::Impl {
+  Checkpoint model;
+};
+
+Engine::Engine(const std::string& folder) : impl_(std::make_unique<Impl>(Impl{load_checkpoint(folder)})) {}
+Engine::~Engine() = default;
+Engine::Engine(Engine&&) noexcept = default;
+
+bool Engine::has(Mode mode) const {
+  if (mode == Mode::kDFlash) return impl_->model.dflash.has_value();
+  if (mode == Mode::kDSpark) return impl_->model.dspark.has_value();
+  return true;
+}
+int Engine::context() const { return impl_->model.target.config.max_length; }
+int Engine::top_k() const { return impl_->model.target.config.top_k; }
+int Engine::window(Mode mode) const { return window_of(impl_->model, mode); }
+
+Report Engine::generate(const std::vector<std::string>& prompts, const GenerateOptions& options, const Callbacks& callbacks) {
+  const auto require = [](bool ok, const char* argument, const std::string& expected, const std::string& got) {
+    if (!ok) core::throw_value(fmt::format("generate: {}: expected {}, got {}.", argument, expected, got));
+  };
+  const Checkpoint& model = impl_->model;
+  const TargetConfig& config = model.target.config;
+  require(!prompts.empty(), "prompts", "at least one", "none");
+  require(options.max_new_tokens >= 1, "max_new_tokens", "1 or more", std::to_string(options.max_new_tokens));
+  require(options.chunk >= 1, "chunk", "1 or more", std::to_string(options.chunk));
+  require(options.hot_slots >= config.top_k && options.hot_slots <= 1 << 20, "hot_slots", fmt::format("{} (index_topk) to {}", config.top_k, 1 << 20),
+          std::to_string(options.hot_slots));
+  require(options.temperature >= 0 && std::isfinite(options.temperature), "temperature", "0 (greedy) or a positive number", fmt::format("{}", options.temperature));
+  require(options.force_accept >= 0, "force_accept", "0 (off) or more", std::to_string(options.force_accept));
+  require(!options.sampled_proposals || options.temperature > 0, "sampled_proposals", "a temperature above 0", "greedy decoding");
+  require(!options.sampled_proposals || !(options.check_lossless || options.force_accept), "sampled_proposals",
+          "no check_lossless and no force_accept (plain decoding draws other tokens of the same distribution)", "both");
+  require(has(options.mode), "mode", "a drafter that the model folder has", name_of(options.mode));
+
+  std::vector<std::vector<int>> tokens;
+  for (std::size_t i = 0; i < prompts.size(); ++i) {
+    // Compare before converting: a prompt may be far larger than any context.
+    require(prompts[i].size() + 2 <= static_cast<std::size_t>(config.max_length), fmt::format("prompt {}", i + 1).c_str(),
+            fmt::format("at most {} bytes (the model's context of {} positions holds BOS, the prompt and one token)", config.max_length - 2, config.max_length),
+            std::to_string(prompts[i].size()));
+    tokens.push_back(tokens_of(prompts[i], config));
+  }
+
+  RunOptions run;
+  run.mode = options.mode == Mode::kAuto ? Mode::kPlain : options.mode;
+  const bool speculative = run.mode != Mode::kPlain;
+  std::optional<Report> plain;
+  if (speculative && (options.check_lossless || options.force_accept)) {
+    plain = decode(model, tokens, options, {}, {});
+    if (options.force_accept)
+      for (const RequestReport& r : plain->requests) run.known.push_back(r.tokens);
+  }
+  Report report = decode(model, tokens, options, run, callbacks);
+  if (options.check_lossless) {
+    report.lossless = true;
+    for (std::size_t i = 0; plain && i < tokens.size(); ++i)
+      if (report.requests[i].tokens != plain->requests[i].tokens || report.requests[i].state_digest != plain->requests[i].state_digest)
+        report.lossless = false;
+  }
+  return report;
+}
+
+}  // namespace specstate::runtime
