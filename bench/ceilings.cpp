@@ -30,21 +30,25 @@ double fma_loop_in(std::int64_t steps) {
   return 2.0 * static_cast<double>(steps) * kSums * kLanes;
 }
 
-void read_loop_in(const void* memory, std::int64_t bytes) {
+template <int kStreams>
+void read_streams(const void* memory, std::int64_t bytes) {
   constexpr int kSums = 8;
   const DU d;
   const auto* p = static_cast<const std::uint32_t*>(memory);
-  const std::int64_t words = bytes / 4;
+  const std::int64_t words = bytes / 4, stream = words / kStreams / (16 * kSums) * (16 * kSums);
+  constexpr std::int64_t kStep = kSums / kStreams;  // vectors of each stream in a round
   hn::Vec<DU> sum[kSums];
   for (int i = 0; i < kSums; ++i) sum[i] = hn::Zero(d);
-  std::int64_t w = 0;
-  for (; w + kSums * kLanes <= words; w += kSums * kLanes)
+  for (std::int64_t w = 0; w < stream; w += kStep * kLanes)
 #pragma GCC unroll 8
-    for (int i = 0; i < kSums; ++i) sum[i] = hn::Or(sum[i], hn::LoadU(d, p + w + i * kLanes));
-  for (; w < words; w += kLanes) sum[0] = hn::Or(sum[0], hn::LoadU(d, p + w));
+    for (int i = 0; i < kSums; ++i) sum[i] = hn::Or(sum[i], hn::LoadU(d, p + i / kStep * stream + w + i % kStep * kLanes));
+  for (std::int64_t w = kStreams * stream; w < words; w += kLanes) sum[0] = hn::Or(sum[0], hn::LoadU(d, p + w));
   for (int i = 1; i < kSums; ++i) sum[0] = hn::Or(sum[0], sum[i]);
   volatile std::uint32_t keep = hn::GetLane(sum[0]);
   (void)keep;
+}
+void read_loop_in(const void* memory, std::int64_t bytes, bool many_streams) {
+  many_streams ? read_streams<8>(memory, bytes) : read_streams<1>(memory, bytes);
 }
 
 }  // namespace specstate::bench::HWY_NAMESPACE
@@ -57,7 +61,9 @@ HWY_EXPORT(fma_loop_in);
 HWY_EXPORT(read_loop_in);
 
 double fma_loop(std::int64_t steps) { return HWY_DYNAMIC_DISPATCH(fma_loop_in)(steps); }
-void read_loop(const void* memory, std::int64_t bytes) { HWY_DYNAMIC_DISPATCH(read_loop_in)(memory, bytes); }
+void read_loop(const void* memory, std::int64_t bytes, bool many_streams) {
+  HWY_DYNAMIC_DISPATCH(read_loop_in)(memory, bytes, many_streams);
+}
 
 }  // namespace specstate::bench
 #endif

@@ -1,6 +1,7 @@
 #include "cpu/matmul.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <new>
 #include <string>
@@ -19,13 +20,17 @@
 //
 #include "hwy/foreach_target.h"
 #include "hwy/highway.h"
+//
+#include "hwy/cache_control.h"
 
 #ifndef SPECSTATE_CPU_MATMUL_ONCE
 #define SPECSTATE_CPU_MATMUL_ONCE
 namespace specstate::cpu {
 
-constexpr std::int64_t kPanel = 16;  // outputs in a panel
-constexpr std::int64_t kGroup = 4;   // panels in a piece of work: 64 outputs
+constexpr std::int64_t kPanel = 16;   // outputs in a panel
+constexpr std::int64_t kUnit = 2;     // panels in the smallest piece of work: 32 outputs
+constexpr std::int64_t kAhead = 512;  // bytes of a panel fetched ahead where rows are many
+constexpr std::int64_t kGroup = 8;    // panels that pass the rows together: from then on they are in the first two cache levels
 
 struct MatmulCall {
   const std::uint8_t* w;
@@ -70,7 +75,7 @@ constexpr int kAccumulators = 16;
 constexpr int kAccumulators = 8;
 #endif
 constexpr int kMaxRows = std::clamp(kAccumulators / kVecs, 1, 8);
-constexpr int panels_at_once(int rows) { return std::max(1, std::min<int>(kGroup, kAccumulators / (rows * kVecs))); }
+constexpr int panels_at_once(int rows) { return std::clamp(kAccumulators / (rows * kVecs), 1, static_cast<int>(kGroup)); }
 
 // R rows of kPanels neighbouring panels. xt is [k][R]: R broadcasts a step from one stream.
 template <int R, int kPanels, bool kBf16>
@@ -119,6 +124,7 @@ HWY_NOINLINE void tile(const MatmulCall& c, std::int64_t panel, const float* HWY
         VF even[V], odd[V];
 #pragma GCC unroll 16
         for (int v = 0; v < V; ++v) {
+          if (v % kVecs == 0) hwy::Prefetch(word(v) + kAhead);  // few streams: the hardware alone leaves memory waiting
           const auto p = pair(v);
           even[v] = even_of(p);
           odd[v] = odd_of(p);
@@ -173,12 +179,11 @@ HWY_NOINLINE void tile(const MatmulCall& c, std::int64_t panel, const float* HWY
   }
 }
 
-template <int R, bool kBf16>
+template <int R, bool kBf16, int P = panels_at_once(R)>
 void rows_of(const MatmulCall& c, std::int64_t panel, std::int64_t end, const float* xt, std::int64_t row) {
-  constexpr int P = panels_at_once(R);
   for (; panel + P <= end; panel += P) tile<R, P, kBf16>(c, panel, xt, row);
   if constexpr (P > 1)
-    for (; panel < end; ++panel) tile<R, 1, kBf16>(c, panel, xt, row);
+    if (panel < end) rows_of<R, kBf16, P / 2>(c, panel, end, xt, row);
 }
 
 template <int R = kMaxRows>
@@ -187,25 +192,52 @@ void block(int rows, const MatmulCall& c, std::int64_t panel, std::int64_t end, 
   if constexpr (R > 1) block<R - 1>(rows, c, panel, end, xt, row);
 }
 
-/// Rows [row, row + rows), panel groups [begin, end). `scratch` holds rows * k floats.
-void matmul_piece(const MatmulCall& c, std::int64_t row, std::int64_t rows, std::int64_t begin, std::int64_t end, float* scratch) {
-  const std::int64_t panels = (c.n + kPanel - 1) / kPanel;
+/// xt[k][rows] from x[rows][k].
+void transpose(const float* x, std::int64_t x_stride, std::int64_t rows, std::int64_t k, float* HWY_RESTRICT xt) {
+  std::int64_t r = 0;
+#if HWY_TARGET != HWY_SCALAR
+  const hn::FixedTag<float, 4> d;
+  const hn::Repartition<std::uint64_t, decltype(d)> pairs;
+  const auto lower = [&](auto a, auto b)
+                         HWY_ATTR { return hn::BitCast(d, hn::InterleaveLower(pairs, hn::BitCast(pairs, a), hn::BitCast(pairs, b))); };
+  const auto upper = [&](auto a, auto b)
+                         HWY_ATTR { return hn::BitCast(d, hn::InterleaveUpper(pairs, hn::BitCast(pairs, a), hn::BitCast(pairs, b))); };
+  for (; r + 4 <= rows; r += 4) {
+    const float* p = x + r * x_stride;
+    std::int64_t i = 0;
+    for (; i + 4 <= k; i += 4) {
+      const auto a = hn::LoadU(d, p + i), b = hn::LoadU(d, p + x_stride + i);
+      const auto c = hn::LoadU(d, p + 2 * x_stride + i), e = hn::LoadU(d, p + 3 * x_stride + i);
+      const auto ab0 = hn::InterleaveLower(d, a, b), ab2 = hn::InterleaveUpper(d, a, b);
+      const auto ce0 = hn::InterleaveLower(d, c, e), ce2 = hn::InterleaveUpper(d, c, e);
+      float* to = xt + i * rows + r;
+      hn::StoreU(lower(ab0, ce0), d, to);
+      hn::StoreU(upper(ab0, ce0), d, to + rows);
+      hn::StoreU(lower(ab2, ce2), d, to + 2 * rows);
+      hn::StoreU(upper(ab2, ce2), d, to + 3 * rows);
+    }
+    for (; i < k; ++i)
+      for (std::int64_t j = 0; j < 4; ++j) xt[i * rows + r + j] = p[j * x_stride + i];
+  }
+#endif
+  for (; r < rows; ++r)
+    for (std::int64_t i = 0; i < k; ++i) xt[i * rows + r] = x[r * x_stride + i];
+}
+
+/// Rows [row, row + rows), panels [begin, end). `scratch` holds rows * k floats; `packed` says that it has these rows already.
+void matmul_piece(const MatmulCall& c, std::int64_t row, std::int64_t rows, std::int64_t begin, std::int64_t end, float* scratch,
+                  bool packed) {
   const std::int64_t blocks = (rows + kMaxRows - 1) / kMaxRows;
   const auto first = [&](std::int64_t b) { return b * rows / blocks; };  // block sizes differ by one at most
-  for (std::int64_t b = 0; b < blocks; ++b) {
+  for (std::int64_t b = 0; b < blocks && !packed; ++b) {
     const std::int64_t r0 = first(b), count = first(b + 1) - r0;
-    if (count == 1) continue;  // [k][1] is the row itself
-    float* xt = scratch + r0 * c.k;
-    for (std::int64_t r = 0; r < count; ++r) {
-      const float* x = c.x + (row + r0 + r) * c.x_stride;
-      for (std::int64_t i = 0; i < c.k; ++i) xt[i * count + r] = x[i];
-    }
+    if (count > 1) transpose(c.x + (row + r0) * c.x_stride, c.x_stride, count, c.k, scratch + r0 * c.k);
   }
-  for (std::int64_t g = begin; g < end; ++g)
+  for (std::int64_t p = begin; p < end; p += kGroup)
     for (std::int64_t b = 0; b < blocks; ++b) {
       const std::int64_t r0 = first(b), count = first(b + 1) - r0;
-      const float* xt = count == 1 ? c.x + (row + r0) * c.x_stride : scratch + r0 * c.k;
-      block(static_cast<int>(count), c, g * kGroup, std::min(panels, (g + 1) * kGroup), xt, row + r0);
+      const float* xt = count == 1 ? c.x + (row + r0) * c.x_stride : scratch + r0 * c.k;  // [k][1] is the row itself
+      block(static_cast<int>(count), c, p, std::min(end, p + kGroup), xt, row + r0);
     }
 }
 
@@ -294,18 +326,29 @@ void matmul(const PackedMatrix& w, const float* x, std::int64_t x_stride, std::i
   constexpr std::int64_t kChunkFloats = 128 * 1024;
   const std::int64_t most = std::max<std::int64_t>(24, kChunkFloats / std::max<std::int64_t>(1, k) / 24 * 24);
   const std::int64_t chunks = (rows + most - 1) / most;
-  const std::int64_t groups = (w.n() + kGroup * kPanel - 1) / (kGroup * kPanel);
-  // Pieces of a few microseconds at least: bound by 2-byte weights at 40 GB/s or by 80 GFLOP/s.
-  const double nanoseconds = static_cast<double>(kGroup * kPanel * k) * std::max(2.0 / 40, static_cast<double>(rows) / chunks * 2 / 80);
-  const std::int64_t grain = static_cast<std::int64_t>(5000 / std::max(1.0, nanoseconds)) + 1;
-  parallel_for(chunks * groups, grain, [&](std::int64_t begin, std::int64_t end) {
-    thread_local std::vector<float> scratch;
+  const std::int64_t panels = (w.n() + kPanel - 1) / kPanel, units = (panels + kUnit - 1) / kUnit;
+  // Pieces of at least 4 us, bound by 2-byte weights at 80 GB/s or by 100 GFLOP/s: handing one out costs about 2 us.
+  const double nanoseconds =
+      static_cast<double>(kUnit * kPanel * k) * std::max(2.0 / 80, static_cast<double>(rows) / static_cast<double>(chunks) * 2 / 100);
+  const std::int64_t grain = static_cast<std::int64_t>(4000 / std::max(1.0, nanoseconds)) + 1;
+  static std::atomic<std::uint64_t> calls{0};
+  const std::uint64_t id = ++calls;
+  parallel_for(chunks * units, grain, [&](std::int64_t begin, std::int64_t end) {
+    struct Scratch {
+      std::vector<float> x;
+      std::uint64_t call = 0;
+      std::int64_t chunk = 0;
+    };
+    thread_local Scratch scratch;
     while (begin < end) {
-      const std::int64_t chunk = begin / groups, g0 = begin % groups, g1 = std::min(groups, g0 + end - begin);
+      const std::int64_t chunk = begin / units, u0 = begin % units, u1 = std::min(units, u0 + end - begin);
       const std::int64_t r0 = chunk * rows / chunks, r1 = (chunk + 1) * rows / chunks;
-      if (r1 - r0 > 1 && scratch.size() < static_cast<std::size_t>((r1 - r0) * k)) scratch.resize(static_cast<std::size_t>((r1 - r0) * k));
-      HWY_DYNAMIC_DISPATCH(matmul_piece)(call, r0, r1 - r0, g0, g1, scratch.data());
-      begin += g1 - g0;
+      const bool packed = scratch.call == id && scratch.chunk == chunk;
+      if (r1 - r0 > 1 && scratch.x.size() < static_cast<std::size_t>((r1 - r0) * k))
+        scratch.x.resize(static_cast<std::size_t>((r1 - r0) * k));
+      HWY_DYNAMIC_DISPATCH(matmul_piece)(call, r0, r1 - r0, u0 * kUnit, std::min(panels, u1 * kUnit), scratch.x.data(), packed);
+      scratch.call = id, scratch.chunk = chunk;
+      begin += u1 - u0;
     }
   });
 }
