@@ -11,7 +11,7 @@
 // Names of sizes: N requests, T tokens of all requests together, H key heads, HV value heads (a multiple of H; value head hv reads
 // key head hv / (HV / H)), K and V channels of a head (each 64 or 128), L ring length, C channels of a convolution (H*K or HV*V).
 // Activation dtype ("act"): bfloat16 or float32, one for x_*, cs_*, conv windows, rawv, rawk and out; g, beta and gate may each be
-// of either. Weights, A_log, dt_bias, ring g and ring beta: float32. State and snapshots: float32, or bfloat16 (both alike).
+// of either. Convolution and norm weights, ring g and ring beta: float32. State and snapshots: float32, or bfloat16 (both alike).
 // Index tensors: int32 or int64 of any stride. Tensors written [T, ...] may carry a leading dimension of 1.
 //
 // Guarantees (bit for bit, on one instruction set): ring output = snapshot output; fold(accept = n) = snapshot n-1; a verify of W
@@ -36,11 +36,12 @@ struct StepParams {
   TensorView cs_q, cs_k, cs_v;  ///< [pool, C, 3] act: the three inputs before the first token, oldest first; any strides
   TensorView g;                 ///< raw gate: [T, HV, K] or [T, HV*K] (KDA), [T, HV] (GDN: one decay a head)
   TensorView beta;              ///< [T, HV] logits
-  TensorView A_log;             ///< [HV] float32
-  TensorView dt_bias;           ///< [HV, K] or [HV*K] (KDA), [HV] (GDN), float32
+  TensorView A_log;             ///< [HV] float32 or bfloat16
+  TensorView dt_bias;           ///< [HV, K] or [HV*K] (KDA), [HV] (GDN), float32 or bfloat16
   TensorView state;             ///< [pool, HV, V, K]; dense inside a slot; slot pitch a multiple of 4 elements, 16-byte aligned
   TensorView slots;             ///< [N] slot of each request; <= null_slot: a padding row
-  TensorView cu_seqlens;        ///< [N+1] request r owns tokens cu[r] to cu[r+1]-1; cu[0] = 0, never decreasing, cu[N] <= T
+  /// [N+1] request r owns tokens cu[r] to cu[r+1]-1; cu[0] = 0, never decreasing, cu[N] <= T. Not given: T / N tokens each.
+  TensorView cu_seqlens;
   /// Gated RMS norm of the output over V (all three or none): o * rsqrt(mean(o^2) + eps) * weight * sigmoid(gate).
   TensorView onorm_gate;            ///< [T, HV, V]
   TensorView onorm_weight;          ///< [V] float32
@@ -66,21 +67,22 @@ struct Rings {
 
 struct VerifyParams : StepParams {
   Rings rings;           ///< tokens i >= L are not recorded
-  TensorView snapshots;  ///< [rows, steps, HV, V, K] of state's dtype: state after token i; not written if rings are given
+  TensorView snapshots;  ///< [rows, steps, HV, V, K] of state's dtype: state after token i
   TensorView conv_q, conv_k, conv_v;  ///< [rows, steps, C, 3] act, any strides: window after token i, both modes; all three or none
   TensorView rows;                    ///< [N] row of each request in snapshots and conv_*; default: its own number
   /// Tree: [N, >= tokens of each request] index of a token's parent within its request, < 0: the request's own state. A parent comes
-  /// before its children. Not given: a chain.
+  /// before its children; token 0 always starts from the request's state. Not given: a chain.
   TensorView parents;
   bool exact = false;         ///< bitwise output parity of the modes, also on CUDA; the CPU always has it
-  bool update_state = false;  ///< also store the state after each request's last token in its slot (chains only; not pure then)
-  bool null_from_zero = false;  ///< rows of slot <= null_slot start from zeros and give output; they write no state and no ring
+  bool update_state = false;  ///< also store the state after each request's last token in its slot (not pure then)
+  /// Rows of slot <= null_slot start from zeros and give output; they write no state and no ring. A row < 0 has no snapshots.
+  bool null_from_zero = false;
 };
 /// Verifies T proposed tokens of N requests. Writes out, and per token the rings or snapshots, and the conv windows; entries beyond
 /// a request's tokens and everything of padding rows stay untouched. N = 0 only clears out.
 SPECSTATE_API void verify(const VerifyParams& params, Stream stream = {});
 
-/// One token of each request (cu_seqlens not given), or any number (given: a prefill), in place: state and cs_* are advanced.
+/// Tokens that are certain, one or any number a request (a prefill), in place: state and cs_* are advanced.
 struct DecodeParams : StepParams {};
 SPECSTATE_API void decode(const DecodeParams& params, Stream stream = {});
 
@@ -123,5 +125,30 @@ struct CommitParams : FoldParams {
 };
 SPECSTATE_API void commit_kda_replayssm_spec(const CommitParams& params, Stream stream = {});
 SPECSTATE_API void commit_kda_replayssm_spec_all_layers(const CommitParams& params, Stream stream = {});
+
+/// The recurrence alone (q, k, v convolved and activated already), decode and verify, KDA and GDN.
+struct GatingUpdateParams {
+  TensorView A_log;    ///< HV elements
+  TensorView a;        ///< raw gate, [.., HV*K] or [.., HV, K] (is_kda), else [.., HV]
+  TensorView dt_bias;  ///< HV*K elements (is_kda), else HV
+  TensorView q, k, v;  ///< [B, T, H, K], [B, T, HV, V]
+  TensorView b;        ///< [.., HV] logits
+  TensorView initial_state_source;   ///< [pool, HV, V, K]; written back unless disable_state_update
+  TensorView initial_state_indices;  ///< [N]; < 0 starts from zeros and writes no state and no ring
+  TensorView cu_seqlens;             ///< [N+1] with B = 1; not given: N = B requests of T tokens
+  TensorView intermediate_states_buffer;  ///< [rows, steps, HV, V, K] or not given
+  TensorView intermediate_state_indices;  ///< [N] rows of it; default: the request's number
+  TensorView retrieve_parent_token;       ///< [N, T] or not given
+  Rings rings;
+  TensorView out;  ///< v's shape
+  std::optional<double> scale, lower_bound;
+  double softplus_beta = 1.0, softplus_threshold = 20.0;
+  bool use_qk_l2norm_in_kernel = false, is_kda = false, disable_state_update = false, cache_ring = false;
+};
+SPECSTATE_API void fused_sigmoid_gating_delta_rule_update(const GatingUpdateParams& params, Stream stream = {});
+/// One KDA token a request, state in place, softplus gate; q [N, 1, H, K] or [1, N, H, K]. The state may be flat (one dimension).
+/// Of GatingUpdateParams it reads A_log, a, dt_bias, q, k, v, b, the state, its indices, cu_seqlens, out, scale, the softplus numbers
+/// and use_qk_l2norm_in_kernel. A slot < 0 gives zeros.
+SPECSTATE_API void cutedsl_fused_sigmoid_gating_kda_update(const GatingUpdateParams& params, Stream stream = {});
 
 }  // namespace specstate::kda

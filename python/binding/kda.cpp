@@ -71,6 +71,31 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_fold, [](Opt state, Opt rawv, Opt rawk, Opt g,
   });
 });
 
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(
+    kda_gating_update, [](Opt A_log, Opt a, Opt dt_bias, double softplus_beta, double softplus_threshold, Opt q, Opt k, Opt v, Opt b, Opt state,
+                          Opt indices, OptDouble scale, bool l2norm, Opt cu_seqlens, bool is_kda, OptDouble lower_bound,
+                          bool disable_state_update, Opt buffer, Opt buffer_indices, Opt parents, bool cache_ring, Opt rawv, Opt rawk,
+                          Opt ring_g, Opt ring_beta, Opt out, bool one_token, std::int64_t s) {
+      guard([&] {
+        kda::GatingUpdateParams p;
+        p.A_log = view("A_log", A_log), p.a = view("a", a), p.dt_bias = view("dt_bias", dt_bias);
+        p.softplus_beta = softplus_beta, p.softplus_threshold = softplus_threshold;
+        p.q = view("q", q), p.k = view("k", k), p.v = view("v", v), p.b = view("b", b);
+        p.initial_state_source = view("initial_state_source", state);
+        p.initial_state_indices = view("initial_state_indices", indices);
+        p.scale = number(scale), p.use_qk_l2norm_in_kernel = l2norm;
+        p.cu_seqlens = view("cu_seqlens", cu_seqlens);
+        p.is_kda = is_kda, p.lower_bound = number(lower_bound), p.disable_state_update = disable_state_update;
+        p.intermediate_states_buffer = view("intermediate_states_buffer", buffer);
+        p.intermediate_state_indices = view("intermediate_state_indices", buffer_indices);
+        p.retrieve_parent_token = view("retrieve_parent_token", parents);
+        p.cache_ring = cache_ring;
+        p.rings = {view("replayssm_rawv", rawv), view("replayssm_rawk", rawk), view("replayssm_g", ring_g), view("replayssm_beta", ring_beta)};
+        p.out = view("out", out);
+        one_token ? kda::cutedsl_fused_sigmoid_gating_kda_update(p, stream(s)) : kda::fused_sigmoid_gating_delta_rule_update(p, stream(s));
+      });
+    });
+
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_rollback_conv_windows, [](ffi::Array<ffi::Tensor> pools, ffi::Array<ffi::Tensor> windows, Opt slots, Opt step,
                                                             Opt rows, Opt track_slots, Opt track_steps, std::int64_t s) {
   guard([&] {

@@ -41,7 +41,7 @@ def _step(in_place, x_q, x_k, x_v, w_q, w_k, w_v, cs_q, cs_k, cs_v, g, beta, A_l
     )  # fmt: skip
 
 
-def verify(x_q, x_k, x_v, g, beta, A_log, dt_bias, state, slots, cu_seqlens, *, w_q=None, w_k=None, w_v=None, cs_q=None, cs_k=None,
+def verify(x_q, x_k, x_v, g, beta, A_log, dt_bias, state, slots, cu_seqlens=None, *, w_q=None, w_k=None, w_v=None, cs_q=None, cs_k=None,
            cs_v=None, rings=None, snapshots=None, conv_q=None, conv_k=None, conv_v=None, rows=None, parents=None, onorm_gate=None,
            onorm_weight=None, onorm_eps=None, lower_bound=None, softplus_beta=1.0, softplus_threshold=20.0, scale=None, l2norm=True,
            round_before_norm=False, exact=False, update_state=False, null_from_zero=False, null_slot=-1, out=None,
@@ -50,11 +50,11 @@ def verify(x_q, x_k, x_v, g, beta, A_log, dt_bias, state, slots, cu_seqlens, *, 
 
     x_q, x_k [T, H, K], x_v [T, HV, V] act: raw projections; without w_* they are convolved and activated already. Every [T, ...]
         tensor may carry a leading dimension of 1 if x_q does.
-    g [T, HV, K] or [T, HV*K] raw gate (KDA), or [T, HV] (GDN); beta [T, HV] logits; A_log [HV], dt_bias [HV*K] or [HV] float32.
+    g [T, HV, K] or [T, HV*K] raw gate (KDA), or [T, HV] (GDN); beta [T, HV] logits; A_log [HV]; dt_bias [HV*K] or [HV].
     state [pool, HV, V, K] float32 or bfloat16, dense inside a slot; slots [N], <= null_slot is padding (its output is 0).
-    cu_seqlens [N+1]: request r owns tokens cu_seqlens[r] to cu_seqlens[r+1] - 1.
+    cu_seqlens [N+1]: request r owns tokens cu_seqlens[r] to cu_seqlens[r+1] - 1; None: T / N tokens each.
     w_q, w_k, w_v [C, 4] float32 taps, newest last; cs_q, cs_k, cs_v [pool, C, 3] act: the inputs before the first token.
-    rings: `Rings` (tokens beyond L are not recorded); or snapshots [rows, steps, HV, V, K]: the state after each token.
+    rings: `Rings` (tokens beyond L are not recorded); snapshots [rows, steps, HV, V, K]: the state after each token.
     conv_q, conv_k, conv_v [rows, steps, C, 3] act: the window after each token. rows [N]: row of a request, default its number.
     parents [N, tokens]: a tree; index of each token's parent within its request, < 0 for the request's own state.
     onorm_gate [T, HV, V], onorm_weight [V], onorm_eps: gated RMS norm of the output.
@@ -71,8 +71,7 @@ def verify(x_q, x_k, x_v, g, beta, A_log, dt_bias, state, slots, cu_seqlens, *, 
                array_out("state", state) if update_state else state, slots, cu_seqlens, onorm_gate, onorm_weight, onorm_eps, out,
                lower_bound, softplus_beta, softplus_threshold, scale, l2norm, round_before_norm, null_slot),
         *(array_out("rings." + name, x) for name, x in zip(Rings._fields, ring, strict=True)),
-        array_out("snapshots", snapshots) if rings is None else None,
-        array_out("conv_q", conv_q), array_out("conv_k", conv_k), array_out("conv_v", conv_v),
+        array_out("snapshots", snapshots), array_out("conv_q", conv_q), array_out("conv_k", conv_k), array_out("conv_v", conv_v),
         array_in("rows", rows), array_in("parents", parents), exact, update_state, null_from_zero, False, stream_handle(stream, x_q),
     )  # fmt: skip
     return out
@@ -82,7 +81,7 @@ def decode(x_q, x_k, x_v, g, beta, A_log, dt_bias, state, slots, cu_seqlens=None
            cs_k=None, cs_v=None, onorm_gate=None, onorm_weight=None, onorm_eps=None, lower_bound=None, softplus_beta=1.0,
            softplus_threshold=20.0, scale=None, l2norm=True, round_before_norm=False, null_slot=-1, out=None,
            stream=None):  # fmt: skip
-    """One token a request (or any number, with cu_seqlens: a prefill), in place: state and cs_* are advanced.
+    """Tokens that are certain, one or any number a request (a prefill), in place: state and cs_* are advanced.
 
     Arguments as in `verify`. Returns out [T, HV, V].
     """
@@ -146,3 +145,136 @@ def _each(x, ndim):
     if hasattr(x, "shape"):
         return [x] if len(x.shape) <= ndim else [x[i] for i in range(x.shape[0])]
     return list(x)
+
+
+# ---- the names that sglang calls -------------------------------------------------------------------------------------------------
+
+
+def fused_kda_decode_mtp_dspark(*, x_q, x_k, x_v, w_q, w_k, w_v, cs_q, cs_k, cs_v, g, beta, A_log, dt_bias, recurrent_state,
+                                intermediate_ssm, intermediate_state_indices, intermediate_conv_q, intermediate_conv_k,
+                                intermediate_conv_v, ssm_state_indices, cu_seqlens, lower_bound, scale=None, replayssm_rawv=None,
+                                replayssm_rawk=None, replayssm_g=None, replayssm_beta=None, onorm_gate=None, onorm_weight=None,
+                                onorm_eps=None, exact=False, out=None, stream=None):  # fmt: skip
+    """sglang's fused verify: a chain of 1 + num_spec tokens a request, safe gate, head dims of 128; `verify` with its checks and texts.
+
+    x_q, x_k, x_v, g, onorm_gate [1, T, H, 128]; beta [1, T, H]; w_* [H*128, 4]; cs_* [pool, H*128, 3], read only;
+    recurrent_state [pool, H, V=128, K=128] float32, read only; ssm_state_indices [N], < 0 is padding; cu_seqlens [N+1].
+    intermediate_ssm [rows, >= T/N, H, 128, 128]: snapshots, not written if the four replayssm_* rings are given (layouts as in `Rings`).
+    intermediate_conv_* [rows, >= T/N, H*128, 3]; intermediate_state_indices [>= N]: each request's row of the intermediates.
+    exact: bitwise parity of the two modes' outputs on CUDA too (the CPU always has it).
+
+    Returns out [1, T, H, 128] of x_v's dtype. A request shorter than T/N writes only its own tokens' entries.
+    """
+    if out is None and x_v is not None:
+        out = empty_like(x_v, tuple(x_v.shape))
+    rings = (("replayssm_rawv", replayssm_rawv), ("replayssm_rawk", replayssm_rawk), ("replayssm_g", replayssm_g),
+             ("replayssm_beta", replayssm_beta))  # fmt: skip
+    in_rings = all(x is not None for _, x in rings)
+    function("kda_verify")(
+        *_step(False, x_q, x_k, x_v, w_q, w_k, w_v, cs_q, cs_k, cs_v, g, beta, A_log, dt_bias, recurrent_state, ssm_state_indices,
+               cu_seqlens, onorm_gate, onorm_weight, onorm_eps, out, lower_bound, 1.0, 20.0, scale, True, False, -1,
+               state_name="recurrent_state"),
+        *(array_out(name, x) for name, x in rings),
+        None if in_rings else array_out("intermediate_ssm", intermediate_ssm),
+        array_out("intermediate_conv_q", intermediate_conv_q), array_out("intermediate_conv_k", intermediate_conv_k),
+        array_out("intermediate_conv_v", intermediate_conv_v),
+        array_in("intermediate_state_indices", intermediate_state_indices), None, exact, False, False, True, stream_handle(stream, x_q),
+    )  # fmt: skip
+    return out
+
+
+_COMMIT_NAMES = ("checkpoint_state", "rawv_cache", "rawk_cache", "gk_cache", "beta_cache", "ssm_state_indices", "accept_lens",
+                 "mamba_track_indices", "mamba_steps_to_track")  # fmt: skip
+
+
+def commit_kda_replayssm_spec(checkpoint_state, rawv_cache, rawk_cache, gk_cache, beta_cache, ssm_state_indices, accept_lens,
+                              max_cache_len, num_k_heads, mamba_track_indices=None, mamba_steps_to_track=None,
+                              use_qk_l2norm_in_kernel=True, null_block_id=0, *, stream=None):  # fmt: skip
+    """`fold` of one layer under sglang's name: checkpoint_state [pool, HV, V, K] in place, rings as in `Rings`.
+
+    max_cache_len must be the rings' L and num_k_heads the heads of rawk_cache. Slots <= null_block_id are skipped.
+    """
+    _fold(1, checkpoint_state, (rawv_cache, rawk_cache, gk_cache, beta_cache), ssm_state_indices, accept_lens, mamba_track_indices,
+          mamba_steps_to_track, use_qk_l2norm_in_kernel, null_block_id, max_cache_len, num_k_heads, stream, _COMMIT_NAMES)  # fmt: skip
+
+
+def commit_kda_replayssm_spec_all_layers(checkpoint_state, rawv_cache, rawk_cache, gk_cache, beta_cache, ssm_state_indices, accept_lens,
+                                         max_cache_len, num_k_heads, mamba_track_indices=None, mamba_steps_to_track=None,
+                                         use_qk_l2norm_in_kernel=True, null_block_id=0, *, stream=None):  # fmt: skip
+    """As `commit_kda_replayssm_spec`, with a leading layer dimension on state and rings: all layers in one call."""
+    _fold(2, checkpoint_state, (rawv_cache, rawk_cache, gk_cache, beta_cache), ssm_state_indices, accept_lens, mamba_track_indices,
+          mamba_steps_to_track, use_qk_l2norm_in_kernel, null_block_id, max_cache_len, num_k_heads, stream, _COMMIT_NAMES)  # fmt: skip
+
+
+def fused_sigmoid_gating_delta_rule_update(A_log, a, dt_bias, softplus_beta, softplus_threshold, q, k, v, b, initial_state_source,
+                                           initial_state_indices, scale=None, use_qk_l2norm_in_kernel=False, cu_seqlens=None,
+                                           is_kda=False, lower_bound=None, disable_state_update=False,
+                                           intermediate_states_buffer=None, intermediate_state_indices=None, cache_steps=None,
+                                           retrieve_parent_token=None, cache_ring=False, replayssm_rawv=None, replayssm_rawk=None,
+                                           replayssm_g=None, replayssm_beta=None, match_cutedsl_decode=False, *, out=None,
+                                           stream=None):  # fmt: skip
+    """The recurrence alone (q, k, v convolved and activated already), decode and verify, KDA and GDN.
+
+    q, k [B, T, H, K], v [B, T, HV, V]; a [.., HV*K] or [.., HV, K] (is_kda) or [.., HV]; b [.., HV] logits. Requests: the B rows, or
+    with cu_seqlens [N+1] the spans of one row. initial_state_source [pool, HV, V, K], advanced in place unless disable_state_update;
+    initial_state_indices [N], < 0: from a zero state, which is not stored. intermediate_states_buffer [rows, steps, HV, V, K] gets the
+    state after each token (row intermediate_state_indices[n]); retrieve_parent_token [N, T] makes a tree of them; cache_ring records
+    into the replayssm_* rings. cache_steps and match_cutedsl_decode change nothing here: the buffer's shape says the first, and there
+    is one arithmetic. Returns [B, T, HV, V] in v's dtype.
+    """
+    if out is None:
+        out = empty_like(v, tuple(v.shape))
+    state = array_in if disable_state_update else array_out
+    function("kda_gating_update")(
+        array_in("A_log", A_log), array_in("a", a), array_in("dt_bias", dt_bias), softplus_beta, softplus_threshold,
+        array_in("q", q), array_in("k", k), array_in("v", v), array_in("b", b),
+        state("initial_state_source", initial_state_source), array_in("initial_state_indices", initial_state_indices), scale,
+        use_qk_l2norm_in_kernel, array_in("cu_seqlens", cu_seqlens), is_kda, lower_bound, disable_state_update,
+        array_out("intermediate_states_buffer", intermediate_states_buffer),
+        array_in("intermediate_state_indices", intermediate_state_indices),
+        array_in("retrieve_parent_token", retrieve_parent_token), cache_ring,
+        array_out("replayssm_rawv", replayssm_rawv), array_out("replayssm_rawk", replayssm_rawk),
+        array_out("replayssm_g", replayssm_g), array_out("replayssm_beta", replayssm_beta), array_out("out", out), False,
+        stream_handle(stream, q),
+    )  # fmt: skip
+    return out
+
+
+def cutedsl_fused_sigmoid_gating_kda_update(A_log, dt_bias, q, k, v, a, b, initial_state_source, initial_state_indices, cu_seqlens=None,
+                                            scale=None, use_qk_l2norm_in_kernel=True, softplus_beta=1.0, softplus_threshold=20.0, *,
+                                            out=None, stream=None):  # fmt: skip
+    """One KDA token a request with the softplus gate, state updated in place.
+
+    q, k [N, 1, H, K], v [N, 1, HV, V], or [1, N, H, K] and [1, N, HV, V] for N > 1; a [N, HV*K], [N, HV, K] or with q's leading
+    dimensions; b [N, HV] or with them; initial_state_source [pool, HV, V, K] or flat; initial_state_indices [N], < 0: output 0, no
+    state read or written. Returns v's shape.
+    """
+    n, (h_v, d_v), d_k = q.shape[0] * q.shape[1], v.shape[-2:], q.shape[-1]
+    varlen = q.shape[0] == 1 and q.shape[1] > 1
+    if _numel(A_log) != h_v:
+        raise ValueError(f"Unexpected A_log shape: {A_log.shape}; expected numel={h_v}")
+    if _numel(dt_bias) != h_v * d_k:
+        raise ValueError(f"Unexpected dt_bias shape: {dt_bias.shape}; expected numel={h_v * d_k}")
+    full = (1, n, h_v, d_k) if varlen else (n, 1, h_v, d_k)
+    if tuple(a.shape) not in ((n, h_v * d_k), (n, h_v, d_k), full):
+        raise ValueError(f"Unexpected a shape for {'varlen' if varlen else 'dense'}: {a.shape}")
+    shape, slot = tuple(initial_state_source.shape), h_v * d_v * d_k
+    if not (shape[1:] == (h_v, d_v, d_k) if len(shape) == 4 else len(shape) == 1 and shape[0] % slot == 0):
+        raise ValueError(f"Unexpected initial_state_source shape: {initial_state_source.shape}")
+    if out is None:
+        out = empty_like(v, tuple(v.shape))
+    function("kda_gating_update")(
+        array_in("A_log", A_log), array_in("a", a), array_in("dt_bias", dt_bias), softplus_beta, softplus_threshold,
+        array_in("q", q), array_in("k", k), array_in("v", v), array_in("b", b),
+        array_out("initial_state_source", initial_state_source), array_in("initial_state_indices", initial_state_indices), scale,
+        use_qk_l2norm_in_kernel, array_in("cu_seqlens", cu_seqlens), True, None, False, None, None, None, False, None, None, None, None,
+        array_out("out", out), True, stream_handle(stream, q),
+    )  # fmt: skip
+    return out
+
+
+def _numel(x):
+    n = 1
+    for size in x.shape:
+        n *= size
+    return n

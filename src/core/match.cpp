@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstdlib>
 #include <limits>
-#include <numeric>
 
 namespace specstate::core {
 
@@ -134,7 +133,7 @@ ArgCheck& ArgCheck::aligned(std::int64_t bytes) {
 namespace {
 
 /// Bytes from the view's lowest to behind its highest, relative to its pointer, over the dimensions of stride < `below` bytes.
-std::pair<std::int64_t, std::int64_t> extent(const TensorView& t, std::int64_t below) {
+std::pair<std::int64_t, std::int64_t> extent(const TensorView& t, std::int64_t below = std::numeric_limits<std::int64_t>::max()) {
   std::int64_t low = 0, high = size_of(t.dtype);
   for (int i = 0; i < t.ndim; ++i) {
     const std::int64_t step = t.strides[i] * size_of(t.dtype);
@@ -143,33 +142,35 @@ std::pair<std::int64_t, std::int64_t> extent(const TensorView& t, std::int64_t b
   return {low, high};
 }
 
+/// The dimension of the largest stride among those of size > 1, or -1.
+int outermost(const TensorView& t) {
+  int best = -1;
+  for (int i = 0; i < t.ndim; ++i)
+    if (t.sizes[i] > 1 && (best < 0 || std::abs(t.strides[i]) > std::abs(t.strides[best]))) best = i;
+  return best;
+}
+
 }  // namespace
 
 bool may_overlap(const TensorView& a, const TensorView& b) {
   if (!a.given() || !b.given() || a.numel() == 0 || b.numel() == 0) return false;
   const std::int64_t apart = reinterpret_cast<std::intptr_t>(b.data) - reinterpret_cast<std::intptr_t>(a.data);
-  constexpr std::int64_t all = std::numeric_limits<std::int64_t>::max();
-  const auto [a0, a1] = extent(a, all);
-  const auto [b0, b1] = extent(b, all);
-  if (a1 <= apart + b0 || apart + b1 <= a0) return false;
-  // Views that are woven into one buffer (state and windows of a slot, q and k of a row): with every stride from `cut` up a
-  // multiple of `pitch`, they are apart if what is left of them falls on different bytes of the pitch.
-  for (const TensorView* from : {&a, &b})
-    for (int d = 0; d < from->ndim; ++d) {
-      const std::int64_t cut = std::abs(from->strides[d]) * size_of(from->dtype);
-      if (from->sizes[d] <= 1 || cut == 0) continue;
-      std::int64_t pitch = 0;
-      for (const TensorView* t : {&a, &b})
-        for (int i = 0; i < t->ndim; ++i) {
-          const std::int64_t step = std::abs(t->strides[i]) * size_of(t->dtype);
-          if (t->sizes[i] > 1 && step >= cut) pitch = std::gcd(pitch, step);
-        }
-      const auto [x0, x1] = extent(a, cut);
-      const auto [y0, y1] = extent(b, cut);
-      const std::int64_t shift = (((apart + y0 - x0) % pitch) + pitch) % pitch;  // from a's first byte to b's, within the pitch
-      if (shift >= x1 - x0 && shift + (y1 - y0) <= pitch) return false;
-    }
-  return true;
+  // Views that are woven into one buffer (state and windows of a slot, q and k of a row) step by the same pitch. While all of what is
+  // inside one step of both fits the pitch, only equal steps can meet: look inside.
+  TensorView x = a, y = b;
+  for (;;) {
+    const auto [x0, x1] = extent(x);
+    const auto [y0, y1] = extent(y);
+    if (x1 <= apart + y0 || apart + y1 <= x0) return false;
+    const int i = outermost(x), j = outermost(y);
+    if (i < 0 || j < 0) return true;
+    const std::int64_t pitch = std::abs(x.strides[i]) * size_of(x.dtype);
+    if (pitch != std::abs(y.strides[j]) * size_of(y.dtype) || x.strides[i] < 0 || y.strides[j] < 0) return true;
+    x.sizes[i] = y.sizes[j] = 1;
+    const auto [u0, u1] = extent(x);
+    const auto [v0, v1] = extent(y);
+    if (std::max(u1, apart + v1) - std::min(u0, apart + v0) > pitch) return true;
+  }
 }
 
 std::int64_t load_index(const TensorView& t, std::int64_t i) {

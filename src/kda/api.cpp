@@ -36,6 +36,12 @@ void with_names(std::initializer_list<std::pair<const char*, const char*>> names
   }
 }
 
+constexpr std::initializer_list<std::pair<const char*, const char*>> kGatingNames = {
+    {"x_q", "q"}, {"x_k", "k"}, {"x_v", "v"}, {"g", "a"}, {"beta", "b"}, {"state", "initial_state_source"},
+    {"slots", "initial_state_indices"}, {"snapshots", "intermediate_states_buffer"}, {"rows", "intermediate_state_indices"},
+    {"parents", "retrieve_parent_token"}, {"rings.rawv", "replayssm_rawv"}, {"rings.rawk", "replayssm_rawk"},
+    {"rings.g", "replayssm_g"}, {"rings.beta", "replayssm_beta"}};
+
 void commit(const CommitParams& params, const char* op, int state_dims, Stream stream) {
   with_names({{"state", "checkpoint_state"}, {"rings.rawv", "rawv_cache"}, {"rings.rawk", "rawk_cache"}, {"rings.g", "gk_cache"},
               {"rings.beta", "beta_cache"}, {"slots", "ssm_state_indices"}, {"accept", "accept_lens"}, {"track", "mamba_track_indices"},
@@ -77,7 +83,10 @@ void fused_kda_decode_mtp_dspark(const VerifyParams& params, Stream stream) {
               {"rings.g", "replayssm_g"}, {"rings.beta", "replayssm_beta"}},
              [&] {
                check_fused_contract(params);
-               const VerifyArgs args = check(params, op);
+               VerifyParams own = params;
+               if (own.rings.rawv.given()) own.snapshots = {};  // ring mode leaves them alone
+               const VerifyArgs args = check(own, op);
+               check_fused_lengths(args, op);
                dispatch(op, params.x_q.device, args, stream);
              });
 }
@@ -86,6 +95,22 @@ void commit_kda_replayssm_spec(const CommitParams& params, Stream stream) { comm
 
 void commit_kda_replayssm_spec_all_layers(const CommitParams& params, Stream stream) {
   commit(params, "commit_kda_replayssm_spec_all_layers", 5, stream);
+}
+
+void fused_sigmoid_gating_delta_rule_update(const GatingUpdateParams& params, Stream stream) {
+  static constexpr const char* op = "fused_sigmoid_gating_delta_rule_update";
+  with_names(kGatingNames, [&] {
+    const VerifyArgs args = check(as_verify(params, op), op);
+    dispatch(op, params.q.device, args, stream);
+  });
+}
+
+void cutedsl_fused_sigmoid_gating_kda_update(const GatingUpdateParams& params, Stream stream) {
+  static constexpr const char* op = "cutedsl_fused_sigmoid_gating_kda_update";
+  with_names(kGatingNames, [&] {
+    const VerifyArgs args = check(as_decode(params, op), op);
+    dispatch(op, params.q.device, args, stream);
+  });
 }
 
 }  // namespace specstate::kda

@@ -140,9 +140,9 @@ struct StepCheck {
     else
       check.arg("g", g).shape({T, HV, K}).inner_contiguous(1);
     check.arg("beta", beta).required().dtype(floats).shape({T, HV}).same_device();
-    check.arg("A_log", p.A_log).required().dtype(DType::kFloat32).shape({HV}).same_device();
+    check.arg("A_log", p.A_log).required().dtype(floats).shape({HV}).same_device();
     TensorView bias = p.dt_bias;
-    check.arg("dt_bias", bias).required().dtype(DType::kFloat32).same_device();
+    check.arg("dt_bias", bias).required().dtype(floats).same_device();
     if (a.scalar_gate) {
       check.arg("dt_bias", bias).shape({HV});
     } else {
@@ -156,9 +156,10 @@ struct StepCheck {
       check.arg(name, *t).dtype(act).shape({Dim::at_least(pool, "pool"), channels, kWindow}).same_device();
 
     check_index(check, "slots", p.slots, N);
-    if (p.cu_seqlens.given()) {
-      check.arg("cu_seqlens", p.cu_seqlens).dtype({DType::kInt32, DType::kInt64}).shape({N + 1}).same_device();
-    }
+    check.arg("cu_seqlens", p.cu_seqlens).dtype({DType::kInt32, DType::kInt64}).shape({N + 1}).same_device();
+    if (!p.cu_seqlens.given())
+      check.require(N == 0 ? T == 0 : T % N == 0, "slots", "a number that divides T=" + std::to_string(T) + " where cu_seqlens is not given",
+                    std::to_string(N));
 
     all_or_none(check, {{"onorm_gate", p.onorm_gate.given()}, {"onorm_weight", p.onorm_weight.given()}, {"onorm_eps", p.onorm_eps.has_value()}});
     check.arg("onorm_gate", gate).dtype(floats).shape({T, HV, V}).same_device().inner_contiguous(1);
@@ -201,7 +202,7 @@ struct StepCheck {
       check.require(slot <= p.null_slot || (slot >= 0 && slot < pool), "slots",
                     "slots below pool=" + std::to_string(pool) + ", or <= " + std::to_string(p.null_slot) + " for padding",
                     std::to_string(slot) + " at " + std::to_string(r));
-      const std::int64_t end = p.cu_seqlens.given() ? load_index(p.cu_seqlens, r + 1) : a.tokens_end + 1;
+      const std::int64_t end = p.cu_seqlens.given() ? load_index(p.cu_seqlens, r + 1) : a.tokens_end + T / N;
       check.require(end >= a.tokens_end && end <= T, "cu_seqlens",
                     "entries that never decrease and stay within T=" + std::to_string(T), std::to_string(end) + " at " + std::to_string(r + 1));
       a.requests.push_back({slot <= p.null_slot ? -1 : slot, -1, a.tokens_end, end - a.tokens_end});
@@ -255,7 +256,6 @@ VerifyArgs check(const VerifyParams& p, const char* op) {
   VerifyArgs a{};
   StepCheck step(check, p, a);
   step.tensors();
-  check.arg("cu_seqlens", p.cu_seqlens).required();
 
   const Rings& r = p.rings;
   all_or_none(check, {{"rings.rawv", r.rawv.given()}, {"rings.rawk", r.rawk.given()}, {"rings.g", r.g.given()}, {"rings.beta", r.beta.given()}});
@@ -268,10 +268,8 @@ VerifyArgs check(const VerifyParams& p, const char* op) {
     a.rawv = array(r.rawv), a.rawk = array(r.rawk), a.ring_g = array(r.g), a.ring_beta = array(r.beta);
   }
   Sym rows("rows"), steps("steps");
-  if (p.snapshots.given() && !rings) {
-    check.arg("snapshots", p.snapshots).dtype(p.state.dtype).shape({rows, steps, step.HV, step.V, step.K}).same_device().inner_contiguous(2).no_self_overlap();
-    a.snapshots = array(p.snapshots);
-  }
+  check.arg("snapshots", p.snapshots).dtype(p.state.dtype).shape({rows, steps, step.HV, step.V, step.K}).same_device().inner_contiguous(2).no_self_overlap();
+  a.snapshots = array(p.snapshots);
   all_or_none(check, {{"conv_q", p.conv_q.given()}, {"conv_k", p.conv_k.given()}, {"conv_v", p.conv_v.given()}});
   if (p.conv_q.given()) {
     check.require(p.w_q.given(), "conv_q", "the convolution's w_* and cs_* with it", "none");
@@ -285,20 +283,19 @@ VerifyArgs check(const VerifyParams& p, const char* op) {
   }
   const std::initializer_list<std::pair<const char*, const TensorView*>> outputs = {
       {"out", &step.out}, {"rings.rawv", &r.rawv}, {"rings.rawk", &r.rawk}, {"rings.g", &r.g}, {"rings.beta", &r.beta},
-      {"snapshots", rings ? nullptr : &p.snapshots}, {"conv_q", &p.conv_q}, {"conv_k", &p.conv_k}, {"conv_v", &p.conv_v}};
+      {"snapshots", &p.snapshots}, {"conv_q", &p.conv_q}, {"conv_k", &p.conv_k}, {"conv_v", &p.conv_v}};
   for (auto o = outputs.begin(); o != outputs.end(); ++o) {
-    if (!o->second || !o->second->given()) continue;
+    if (!o->second->given()) continue;
     if (o != outputs.begin())
       no_overlap(check, o->first, *o->second,
                  {{"x_q", &step.x_q}, {"x_k", &step.x_k}, {"x_v", &step.x_v}, {"w_q", &p.w_q}, {"w_k", &p.w_k}, {"w_v", &p.w_v},
                   {"cs_q", &p.cs_q}, {"cs_k", &p.cs_k}, {"cs_v", &p.cs_v}, {"g", &step.g}, {"beta", &step.beta}, {"A_log", &p.A_log},
                   {"dt_bias", &p.dt_bias}, {"state", &p.state}, {"onorm_gate", &step.gate}, {"onorm_weight", &p.onorm_weight}});
     for (auto other = outputs.begin(); other != o; ++other)
-      if (other->second) no_overlap(check, o->first, *o->second, {*other});
+      no_overlap(check, o->first, *o->second, {*other});
   }
   check.arg("rows", p.rows).dtype({DType::kInt32, DType::kInt64}).shape({Dim::at_least(step.N, "N")}).same_device();
   check.arg("parents", p.parents).dtype({DType::kInt32, DType::kInt64}).shape({Dim::at_least(step.N, "N"), Dim::any("tokens")}).same_device();
-  check.require(!(p.update_state && p.parents.given()), "update_state", "a chain (no parents)", "a tree");
   if (p.update_state) check.arg("state", p.state).no_self_overlap();
   a.update_state = p.update_state;
   a.null_from_zero = p.null_from_zero;
@@ -312,7 +309,7 @@ VerifyArgs check(const VerifyParams& p, const char* op) {
     Request& q = a.requests[i];
     if (uses_rows && (q.slot >= 0 || (p.null_from_zero && a.snapshots))) {
       q.row = p.rows.given() ? load_index(p.rows, static_cast<std::int64_t>(i)) : static_cast<std::int64_t>(i);
-      const bool none = q.slot < 0 && q.row < 0;  // a row from zero need not have snapshots
+      const bool none = p.null_from_zero && q.row < 0;
       if (none) q.row = -1;
       check.require(none || (q.row >= 0 && q.row < rows), "rows", "rows below " + std::to_string(rows),
                     std::to_string(q.row) + " at " + std::to_string(i));
@@ -336,9 +333,9 @@ VerifyArgs check(const VerifyParams& p, const char* op) {
       for (std::int64_t t = 0; t < a.requests[i].tokens; ++t) {
         const std::int64_t parent = load_index(p.parents[static_cast<std::int64_t>(i)], t);
         if (a.requests[i].slot < 0 && !p.null_from_zero) continue;  // padding: may hold anything
-        check.require(parent < t, "parents", "a parent before its child",
+        check.require(parent < t || t == 0, "parents", "a parent before its child",
                       std::to_string(parent) + " for token " + std::to_string(t) + " of request " + std::to_string(i));
-        a.parents[static_cast<std::size_t>(a.requests[i].begin + t)] = static_cast<std::int32_t>(std::max<std::int64_t>(parent, -1));
+        a.parents[static_cast<std::size_t>(a.requests[i].begin + t)] = static_cast<std::int32_t>(t == 0 ? -1 : std::max<std::int64_t>(parent, -1));
       }
   }
   return a;
@@ -349,9 +346,6 @@ VerifyArgs check(const DecodeParams& p, const char* op) {
   VerifyArgs a{};
   StepCheck step(check, p, a);
   step.tensors();
-  if (!p.cu_seqlens.given())
-    check.require(step.N == step.T, "slots", "one entry a token (T=" + std::to_string(step.T) + ") where cu_seqlens is not given",
-                  std::to_string(step.N));
   check.arg("state", p.state).no_self_overlap();
   for (const auto& [name, t] : {std::pair{"cs_q", &p.cs_q}, {"cs_k", &p.cs_k}, {"cs_v", &p.cs_v}}) check.arg(name, *t).no_self_overlap();
   for (const auto& [name, t] : {std::pair{"state", &p.state}, {"cs_q", &p.cs_q}, {"cs_k", &p.cs_k}, {"cs_v", &p.cs_v}})
@@ -580,6 +574,14 @@ void check_fused_contract(const VerifyParams& p) {
   check.require(p.lower_bound.has_value(), "lower_bound", "a finite number < 0", "none");
   for (const auto& [name, t] : {std::pair{"conv_q", &p.conv_q}, {"conv_k", &p.conv_k}, {"conv_v", &p.conv_v}})
     check.arg(name, *t).shape({Dim::any("scratch"), Dim::at_least(W, "steps"), H * D, kWindow});
+}
+
+void check_fused_lengths(const VerifyArgs& a, const char* op) {
+  if (a.requests.empty()) return;
+  const std::int64_t W = a.T / static_cast<std::int64_t>(a.requests.size());
+  for (std::size_t i = 0; i < a.requests.size(); ++i)
+    Checker(op).require(a.requests[i].tokens <= W, "cu_seqlens", "at most T/N=" + std::to_string(W) + " tokens a request",
+                        std::to_string(a.requests[i].tokens) + " for request " + std::to_string(i));
 }
 
 void check_commit_contract(const CommitParams& p, const char* op, int state_dims) {

@@ -5,13 +5,14 @@
 // on its own past and on the tokens' k, q, decay, so the state is walked in blocks of 8 rows that stay in L1 for all tokens.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kda/cpu.cpp"
-// Scalable vectors cannot be array elements; their machines run the NEON code.
-#define HWY_DISABLED_TARGETS (HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV | HWY_SSSE3)
+#include "cpu/simd.hpp"
+//
 #include "hwy/foreach_target.h"
-// clang-format off
 #include "hwy/highway.h"
+//
+#include "cpu/vector-inl.hpp"
 #include "hwy/contrib/math/math-inl.h"
-// clang-format on
+//
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -54,16 +55,8 @@ constexpr std::int64_t kParts = kLanes / kWidth;  // vectors of 16 lanes
 
 // ---- scalars and vectors of the activation functions -------------------------------------------------------------------------
 
-/// e^x, 1 ulp; 0 below -104, infinity above 89, NaN stays NaN.
-HWY_INLINE V exp_of(V x) {
-  const D d;
-  return hn::IfThenElse(hn::IsNaN(x), x, hn::Exp(d, hn::Min(hn::Set(d, 100.0f), x)));
-}
-HWY_INLINE V sigmoid(V x) {
-  const D d;
-  const V one = hn::Set(d, 1.0f);
-  return hn::Div(one, hn::Add(one, exp_of(hn::Neg(x))));
-}
+HWY_INLINE V exp_of(V x) { return specstate::cpu::HWY_NAMESPACE::exp(D(), x); }
+HWY_INLINE V sigmoid(V x) { return specstate::cpu::HWY_NAMESPACE::sigmoid(D(), x); }
 /// Beyond 80 softplus(x) is x in float32, whatever the threshold.
 HWY_INLINE V softplus(V x, float beta, float threshold) {
   const D d;

@@ -126,3 +126,42 @@ def fed_oracle(p, q, k, v, quant, parents=None):
                     o = oracle.gated_rmsnorm(o, gate[t, h], weight, eps)
                 out[t, h] = rnd(o)
     return out, snapshots
+
+
+PER_TOKEN = ("x_q", "x_k", "x_v", "g", "beta", "onorm_gate")
+
+
+def subset(a, requests, take=None):
+    """The call `a` for some of its requests, in that order; `take` limits each one's tokens."""
+    cu = a["cu_seqlens"]
+    spans = [np.arange(cu[r], cu[r + 1])[:take] for r in requests]
+    pick = np.concatenate([np.zeros(0, int), *spans])
+    b = dict(a, **{k: a[k][pick] for k in PER_TOKEN if k in a})
+    b["slots"], b["rows"] = a["slots"][requests], np.arange(len(requests), dtype=np.int32)
+    b["cu_seqlens"] = np.concatenate([[0], np.cumsum([len(s) for s in spans])]).astype(np.int32)
+    return b, pick
+
+
+def decode_steps(a, count):
+    """`count` single tokens of each request through kda.decode, on copies of the pools. Returns (outs [count][N, HV, V], pools after
+    each step)."""
+    pools = {k: a[k].copy() for k in ("state", "cs_q", "cs_k", "cs_v") if k in a}
+    outs, after = [], []
+    for i in range(count):
+        at = a["cu_seqlens"][:-1] + i
+        one = {k: v for k, v in a.items() if k not in ("rows", "cu_seqlens")}
+        one |= {k: a[k][at] for k in PER_TOKEN if k in a}
+        outs.append(kda.decode(**dict(one, **pools)))
+        after.append({k: v.copy() for k, v in pools.items()})
+    return outs, after
+
+
+def strided(x, pitch=None, offset=0):
+    """x with a first-dimension stride of `pitch` elements, in a poisoned buffer of its own; returns (view, buffer)."""
+    inner = int(np.prod(x.shape[1:]))
+    pitch = pitch or inner + 8
+    buffer = np.full(offset + pitch * x.shape[0], np.nan if x.dtype.kind in "fV" else -7, x.dtype)
+    steps = [pitch] + [int(np.prod(x.shape[d + 1 :])) for d in range(1, x.ndim)]
+    view = np.lib.stride_tricks.as_strided(buffer[offset:], x.shape, [s * x.itemsize for s in steps])
+    view[...] = x
+    return view, buffer
