@@ -249,6 +249,11 @@ def cutedsl_fused_sigmoid_gating_kda_update(A_log, dt_bias, q, k, v, a, b, initi
     dimensions; b [N, HV] or with them; initial_state_source [pool, HV, V, K] or flat; initial_state_indices [N], < 0: output 0, no
     state read or written. Returns v's shape.
     """
+    for name, x, heads in (("q", q, "H, K"), ("k", k, "H, K"), ("v", v, "HV, V")):
+        if len(x.shape) != 4:
+            raise ValueError(
+                f"cutedsl_fused_sigmoid_gating_kda_update: {name}: expected shape [N, 1, {heads}] or [1, N, {heads}], got {tuple(x.shape)}."
+            )
     n, (h_v, d_v), d_k = q.shape[0] * q.shape[1], v.shape[-2:], q.shape[-1]
     varlen = q.shape[0] == 1 and q.shape[1] > 1
     if _numel(A_log) != h_v:

@@ -18,25 +18,26 @@ void dispatch(const char* op, Device device, const Args& args, Stream stream) {
   cpu::run(args, stream);
 }
 
-/// Runs `f`; an error that names one of our arguments leaves under the name that the caller used.
+using Names = std::initializer_list<std::pair<const char*, const char*>>;
+
+/// Runs `f`; an error that names our arguments leaves under the names that the caller used.
 template <class F>
-void with_names(std::initializer_list<std::pair<const char*, const char*>> names, F&& f) {
+void with_names(Names names, F&& f) {
   try {
     f();
   } catch (const Error& e) {
     std::string text = e.what();
-    for (const auto& [ours, theirs] : names) {
-      const std::string needle = std::string(": ") + ours + ": ";
-      if (const auto at = text.find(needle); at != std::string::npos) {
-        text.replace(at + 2, std::strlen(ours), theirs);
-        break;
-      }
-    }
+    for (const auto& [before, after] : {std::pair{": ", ": "}, {"overlaps ", "."}, {"together with ", ","}})
+      for (const auto& [ours, theirs] : names)
+        if (const auto at = text.find(std::string(before) + ours + after); at != std::string::npos) {
+          text.replace(at + std::strlen(before), std::strlen(ours), theirs);
+          break;
+        }
     throw Error(e.kind(), text);
   }
 }
 
-constexpr std::initializer_list<std::pair<const char*, const char*>> kGatingNames = {
+constexpr Names kGatingNames = {
     {"x_q", "q"}, {"x_k", "k"}, {"x_v", "v"}, {"g", "a"}, {"beta", "b"}, {"state", "initial_state_source"},
     {"slots", "initial_state_indices"}, {"snapshots", "intermediate_states_buffer"}, {"rows", "intermediate_state_indices"},
     {"parents", "retrieve_parent_token"}, {"rings.rawv", "replayssm_rawv"}, {"rings.rawk", "replayssm_rawk"},

@@ -552,7 +552,8 @@ void check_fused_contract(const VerifyParams& p) {
     if (L < W || !tail_is(r.rawv, 1, {H, L, D}) || !tail_is(r.rawk, 1, {H, L, D}) || !tail_is(r.g, 1, {H, L, D}) || !tail_is(r.beta, 1, {H, L}))
       fail("expected ReplaySSM ring layouts [slots, H=" + std::to_string(H) + ", L>=" + std::to_string(W) + ", 128] / [slots, H, L]");
     // Float32 activations bring float32 rings: they hold what was used, without loss.
-    if (r.rawv.dtype != act || r.rawk.dtype != act || r.g.dtype != DType::kFloat32 || r.beta.dtype != DType::kFloat32)
+    const bool known = act == DType::kBFloat16 || act == DType::kFloat32;  // else x_q is at fault
+    if ((known && r.rawv.dtype != act) || r.rawk.dtype != r.rawv.dtype || r.g.dtype != DType::kFloat32 || r.beta.dtype != DType::kFloat32)
       fail("expected ReplaySSM ring dtypes rawv/rawk=bf16, g/beta=fp32");
   } else if (!p.snapshots.given() || p.snapshots.ndim != 5 || p.snapshots.sizes[1] < W || !tail_is(p.snapshots, 2, {H, D, D})) {
     fail("expected intermediate SSM layout [scratch, >=" + std::to_string(W) + ", H, V=128, K=128]");
