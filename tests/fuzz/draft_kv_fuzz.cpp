@@ -1,7 +1,6 @@
 // Calls of the draft KV family.
-#include "specstate/draft_kv.hpp"
-
 #include "fuzz.hpp"
+#include "specstate/draft_kv.hpp"
 
 using namespace specstate;
 using namespace specstate::fuzz;
@@ -9,7 +8,8 @@ using namespace specstate::fuzz;
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   Input input(data, size);
   Call call(input);
-  const DType io = input.pick({DType::kFloat32, DType::kBFloat16, DType::kFloat16}), weights = input.pick({DType::kFloat32, DType::kBFloat16});
+  const DType io = input.pick({DType::kFloat32, DType::kBFloat16, DType::kFloat16}),
+              weights = input.pick({DType::kFloat32, DType::kBFloat16});
   const DType ids = input.pick({DType::kInt32, DType::kInt64}), places = input.pick({DType::kInt32, DType::kInt64});
   const std::int64_t L = input.integer(1, 3), N = input.integer(1, 2), D = input.integer(2, 9), P = input.integer(1, 6);
   const std::int64_t R = 2 * input.integer(1, D / 2);
@@ -32,7 +32,8 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   const std::int64_t b = input.integer(0, 3), W = input.integer(1, 3), T = b * W, Dv = input.flip() ? D : input.integer(1, 9);
   const std::int64_t hidden = input.integer(1, 9), S = input.integer(1, 9);
   const bool fp8 = input.chance(4), grid = input.flip();
-  const DType pool = fp8 ? input.pick({DType::kFloat8E4M3FN, DType::kUInt8}) : input.pick({DType::kFloat32, DType::kBFloat16, DType::kFloat16});
+  const DType pool =
+      fp8 ? input.pick({DType::kFloat8E4M3FN, DType::kUInt8}) : input.pick({DType::kFloat32, DType::kBFloat16, DType::kFloat16});
   draft_kv::MaterializeIntoPoolParams p;
   p.ctx_hidden = call.in(io, {T, hidden});
   p.kv_weight = call.in(weights, {L, N * (D + Dv), hidden});

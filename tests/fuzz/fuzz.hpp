@@ -57,6 +57,7 @@ class Input {
 struct Values {
   std::int64_t lowest, highest;  ///< of integers
   float low = -2, high = 2;      ///< of floats
+  bool distinct = false;         ///< integers count upwards, around the range: requests of a batch, permutations, rows of a pool
 };
 inline constexpr Values kPoison{0, -1};  ///< an output: a pattern that nobody writes by chance
 
@@ -87,6 +88,7 @@ class Call {
           fail(refused ? "a refused call wrote" : "an input was written");
         continue;
       }
+      if (static_cast<std::size_t>(b.view.numel() * size_of(b.view.dtype)) == b.bytes) continue;  // no gaps
       std::vector<bool> element(b.bytes);
       each_element(b.view, [&](std::int64_t offset) {
         const std::int64_t size = size_of(b.view.dtype), at = b.origin + offset * size;
@@ -190,10 +192,11 @@ class Call {
       state ^= state << 13, state ^= state >> 7, state ^= state << 17;
       return state >> 11;
     };
+    std::uint64_t count = next();
     each_element(t, [&](std::int64_t offset) {
       const bool outside = wild && next() % 8 == 0;
-      std::int64_t integer =
-          values.lowest + static_cast<std::int64_t>(next() % (static_cast<std::uint64_t>(values.highest - values.lowest) + 1));
+      const std::uint64_t range = static_cast<std::uint64_t>(values.highest - values.lowest) + 1;
+      std::int64_t integer = values.lowest + static_cast<std::int64_t>((values.distinct ? count++ : next()) % range);
       float real = values.low + (values.high - values.low) * (static_cast<float>(next() % 4097) / 4096.0f);
       if (outside) {
         const std::int64_t integers[] = {-1, values.highest + 1, values.lowest - 1, INT32_MAX, INT32_MIN, INT64_MAX, INT64_MIN, 1 << 20};
