@@ -11,6 +11,10 @@
 #include "fuzz.hpp"
 
 namespace specstate::cli {
+#if __has_include("../../cli/generate.hpp")
+int run_generate(const GenerateCommand&) { return kOk; }
+#endif
+int run_bench(const BenchOptions&) { return kOk; }
 int run_doctor(const DoctorOptions&) { return kOk; }
 }  // namespace specstate::cli
 

@@ -1,7 +1,6 @@
 // Calls of the HiSparse family. Their state is any state: a damaged one may cost copies, never a step outside.
-#include "specstate/hisparse.hpp"
-
 #include "fuzz.hpp"
+#include "specstate/hisparse.hpp"
 
 using namespace specstate;
 using namespace specstate::fuzz;
@@ -134,7 +133,8 @@ int transfer(Input& input, Call& call, const Sizes& n) {
   TensorView src[2], dst[2];
   TransferPagedParams p;
   p.num_layers = input.integer(1, 2);
-  for (std::int64_t l = 0; l < p.num_layers; ++l) src[l] = call.in(DType::kUInt8, {1, 37440}), dst[l] = call.inout(DType::kUInt8, {1, 37440});
+  for (std::int64_t l = 0; l < p.num_layers; ++l)
+    src[l] = call.in(DType::kUInt8, {1, 37440}), dst[l] = call.inout(DType::kUInt8, {1, 37440});
   p.src = src, p.dst = dst;
   p.src_indices = call.in(ids, {n.K}, {0, 63});
   p.dst_indices = call.in(ids, {n.K}, {0, 63});
