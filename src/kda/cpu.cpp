@@ -389,14 +389,14 @@ struct Cutter {
 
 /// Raw inputs of the block behind the three before it, then q, k or v of the recurrence.
 void fill_channels(const Channel& c, const Request& r, std::int64_t head, std::int64_t first, std::int64_t n, std::int64_t channels,
-              const std::int32_t (*ancestor)[3], bool write_windows, float* inputs, const float* taps, float* y) {
+              const std::int32_t (*ancestor)[3], float* inputs, const float* taps, float* y) {
   for (std::int64_t i = 0; i < n; ++i) {
     float* to = c.weight ? inputs + (i + 3) * channels : y + i * channels;
     read_row(address(c.x, at(c.x, r.begin + first + i, head)), c.x.bf16, channels, to);
   }
   if (!c.weight) return;
   conv_silu(inputs, taps, ancestor, n, channels, c.x.bf16, y);
-  if (write_windows && c.windows)
+  if (c.windows && r.row >= 0)
     for (std::int64_t i = 0; i < n; ++i) {
       const float* rows[3] = {inputs + ancestor[i][1] * channels, inputs + ancestor[i][2] * channels, inputs + (i + 3) * channels};
       write_window(rows, channels, c.windows, at(c.windows, r.row, first + i, head * channels), c.windows.stride[2], c.windows.stride[3]);
@@ -471,8 +471,8 @@ void verify_item(const VerifyArgs& a, const Plan& plan, const Request& r, std::i
       for (std::int32_t t = 0; t < 3; ++t)
         ancestor[i][t] = before < 0 ? t : t < 2 ? ancestor[before][t + 1] : static_cast<std::int32_t>(before + 3);
     }
-    fill_channels(a.q, r, h, first, n, K, ancestor, true, in_q, taps_q, q);
-    fill_channels(a.k, r, h, first, n, K, ancestor, true, in_k, taps_k, k);
+    fill_channels(a.q, r, h, first, n, K, ancestor, in_q, taps_q, q);
+    fill_channels(a.k, r, h, first, n, K, ancestor, in_k, taps_k, k);
     for (std::int64_t i = 0; i < n; ++i) {
       float *qi = q + i * K, *ki = k + i * K;
       if (records && first + i < a.L) write_row(ki, K, address(a.rawk, at(a.rawk, r.slot, h, first + i)), a.rawk.bf16);
@@ -483,7 +483,7 @@ void verify_item(const VerifyArgs& a, const Plan& plan, const Request& r, std::i
     for (std::int64_t j = 0; j < G; ++j) {
       const std::int64_t hv = h * G + j;
       float* inputs = in_v + j * (B + 3) * VD;
-      fill_channels(a.v, r, hv, first, n, VD, ancestor, true, inputs, taps_v + j * 4 * VD, v);
+      fill_channels(a.v, r, hv, first, n, VD, ancestor, inputs, taps_v + j * 4 * VD, v);
       const float amplitude = amplitude_of(load(a.a_log, at(a.a_log, hv)));
       for (std::int64_t i = 0; i < n; ++i) {
         const std::int64_t token = r.begin + first + i;
