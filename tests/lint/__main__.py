@@ -17,6 +17,7 @@ RULES = {
     "local paths": tree.local_paths,
     "version": tree.version,
     "rooms": tree.rooms,
+    "pointers": tree.pointers,
     "docs": docs.check,
     "environment": docs.environment,
     "style": style.check,

@@ -83,3 +83,18 @@ def rooms(root):
             found += [f"src/{family}/{name}: is missing; every family has it" for name in FAMILY_FILES
                       if not (root / "src" / family / name).is_file()]
     return found
+
+
+def pointers(root):
+    """In HACKING.md, names behind `file`: are in that file, and every file that it names is there."""
+    content = (root / "HACKING.md").read_text()
+    found = []
+    for name in re.findall(r"`((?:\.ci|[a-z_]+)/[\w./-]+\.\w+)`", content):
+        if not (root / name).is_file():
+            found.append(f"HACKING.md: names {name}, which is not there")
+    for name, rest in re.findall(r"`([\w./-]+\.[ch]pp)`: ([^\n|;]*)", content):
+        source = (text(root / name) or "") if (root / name).is_file() else ""
+        for symbol in re.findall(r"`(\w+)`", rest):
+            if not re.search(rf"\b{symbol}\b", source):
+                found.append(f"HACKING.md: says that {name} has {symbol}")
+    return found

@@ -15,7 +15,7 @@ import names  # noqa: E402
 import style  # noqa: E402
 import tree  # noqa: E402
 
-RULES = [layers.check, names.check, headers.check, tree.local_paths, tree.version, docs.check, docs.environment]
+RULES = [layers.check, names.check, headers.check, tree.local_paths, tree.version, docs.check, docs.environment, tree.pointers]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.__module__}-{rule.__name__}")
@@ -55,6 +55,8 @@ PLANTED = [
     (tree.rooms, "src/rooftop/x.cpp", "", "src/rooftop/: has no line"),
     (tree.rooms, "HACKING.md", "| room | what |\n| --- | --- |\n| `src/cellar/` | wine |\n", "src/cellar/, which is not there"),
     (tree.rooms, "src/kda/cpu.cpp", "", "src/kda/SEMANTICS.md: is missing"),
+    (tree.pointers, "HACKING.md", "`src/core/match.hpp`: `vanished` does it\n", "says that src/core/match.hpp has vanished"),
+    (tree.pointers, "HACKING.md", "look into `src/core/gone.hpp`\n", "names src/core/gone.hpp"),
     (docs.check, "docs/a.md", "[gone](c.md)\n", "which is not there"),
     (docs.check, "docs/a.md", "# One\n[gone](#two)\n", "no such heading"),
     (docs.environment, "src/core/env.cpp", 'x = {{"SPECSTATE_NEW", "new", "none"}};\n', "differs from src/core/env.cpp"),
