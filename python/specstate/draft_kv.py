@@ -22,10 +22,10 @@ def _pools(name, pool):
 
 
 def _scale(name, scale):
-    """A scale as (array, number), one of them None."""
-    if scale is None or isinstance(scale, (int, float)):
-        return None, None if scale is None else float(scale)
-    return array_in(name, scale), None
+    """A scale as (array, number), one of them None. NumPy's scalars are numbers."""
+    if scale is None or hasattr(scale, "__dlpack__"):
+        return array_in(name, scale), None
+    return None, float(scale)
 
 
 def materialize_into_pool(

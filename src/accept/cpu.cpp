@@ -4,6 +4,7 @@
 #include "accept/args.hpp"
 #include "accept/layout.hpp"
 #include "core/match.hpp"
+#include "cpu/parallel.hpp"
 
 namespace specstate::accept::cpu {
 
@@ -38,28 +39,68 @@ void greedy(const VerifyGreedyArgs& x) {
 /// NaN and negative numbers are no mass.
 double mass(double x) { return x > 0 ? x : 0; }
 
-/// One row of probabilities; not given: all mass at `point` (nowhere if that is outside).
-struct Row {
-  const TensorView* t = nullptr;
-  std::int64_t offset = 0, point = -1;
-  double operator[](std::int64_t id) const {
-    if (t == nullptr) return id == point ? 1.0 : 0.0;
-    return mass(real_at(*t, offset + id * t->strides[2]));
-  }
-};
+/// A row of probabilities, `n` ids from element `offset` on, as masses in float64.
+void load_masses(const TensorView& t, std::int64_t offset, std::int64_t n, double* to) {
+  const std::int64_t stride = t.strides[2];
+  const auto copy = [&](auto* from) {
+    for (std::int64_t i = 0; i < n; ++i) to[i] = mass(static_cast<double>(from[offset + i * stride]));
+  };
+  if (t.dtype == DType::kFloat64) return copy(t.as<double>());
+  if (t.dtype == DType::kFloat32) return copy(t.as<float>());
+  for (std::int64_t i = 0; i < n; ++i) to[i] = mass(real_at(t, offset + i * stride));
+}
 
-/// Inverse CDF in id order over weight(id): the first id whose cumulative weight exceeds u * total, -1 if there is no weight.
-template <class Weight>
-std::int64_t draw(std::int64_t vocab, double u, const Weight& weight) {
+/// Inverse CDF in id order: the first id whose cumulative weight exceeds u * total, -1 if there is no weight. Negative weights are none.
+std::int64_t draw(const std::vector<double>& weights, double u) {
   double total = 0;
-  std::int64_t last = -1;
-  for (std::int64_t id = 0; id < vocab; ++id)
-    if (const double w = weight(id); w > 0) total += w, last = id;
+  for (const double w : weights)
+    if (w > 0) total += w;
   const double threshold = u * total;
   double sum = 0;
-  for (std::int64_t id = 0; id < vocab; ++id)
-    if (const double w = weight(id); w > 0 && (sum += w) > threshold) return id;
-  return last;  // u * total rounded up to the total
+  std::int64_t last = -1;
+  for (std::size_t id = 0; id < weights.size(); ++id) {
+    if (!(weights[id] > 0)) continue;
+    last = static_cast<std::int64_t>(id);
+    if ((sum += weights[id]) > threshold) break;
+  }
+  return last;  // the last with weight where u * total was rounded up to the total
+}
+
+struct Verdict {
+  std::int64_t accepted, token;  // token -1: nothing could be drawn
+};
+
+Verdict judge(const VerifyRejectionArgs& x, std::int64_t r) {
+  const std::int64_t width = x.verify_lens.given() ? core::load_index(x.verify_lens, r) : x.width;
+  const auto uniform = [&](std::int64_t j) { return real_at(x.uniforms, element_offset(x.uniforms, r, j)); };
+  const auto probability = [&](const TensorView& t, std::int64_t j, std::int64_t id) {
+    return mass(real_at(t, element_offset(t, r, j) + id * t.strides[2]));
+  };
+  std::int64_t a = 0, d = -1;
+  bool fell = false;
+  for (; a + 1 < width; ++a) {
+    d = index_at(x.candidates, element_offset(x.candidates, r, a + 1));
+    const bool in_range = d >= 0 && d < x.vocab;
+    const double q = !in_range ? 0 : x.draft_probs.given() ? probability(x.draft_probs, a, d) : 1;
+    fell = !in_range || !(uniform(a) * q < probability(x.target_probs, a, d));
+    if (fell) break;
+  }
+  const double u = uniform(x.width - 1);
+  std::vector<double> p(x.vocab);
+  const auto load = [&] { load_masses(x.target_probs, element_offset(x.target_probs, r, a), x.vocab, p.data()); };
+  load();
+  if (fell) {
+    if (x.draft_probs.given()) {
+      std::vector<double> q(x.vocab);
+      load_masses(x.draft_probs, element_offset(x.draft_probs, r, a), x.vocab, q.data());
+      for (std::int64_t id = 0; id < x.vocab; ++id) p[id] -= q[id];
+    } else if (d >= 0 && d < x.vocab) {
+      p[d] -= 1;
+    }
+    if (const std::int64_t token = draw(p, u); token >= 0) return {a, token};
+    load();  // no residual: the target itself
+  }
+  return {a, draw(p, u)};
 }
 
 }  // namespace
@@ -68,43 +109,26 @@ void run(const VerifyGreedyArgs& args, Stream) { args.is_int64 ? greedy<std::int
 
 void run(const VerifyRejectionArgs& x, Stream) {
   // A row that cannot be drawn from is an error, and an error writes nothing: decide everything first.
-  std::vector<std::int64_t> accepted(x.batch), final_token(x.batch);
-  for (std::int64_t r = 0; r < x.batch; ++r) {
-    const std::int64_t width = x.verify_lens.given() ? core::load_index(x.verify_lens, r) : x.width;
-    const auto uniform = [&](std::int64_t j) { return real_at(x.uniforms, element_offset(x.uniforms, r, j)); };
-    std::int64_t a = 0, token = -1;
-    Row p{&x.target_probs, element_offset(x.target_probs, r, 0)};
-    for (; a + 1 < width; ++a, p.offset += x.target_probs.strides[1]) {
-      const std::int64_t d = index_at(x.candidates, element_offset(x.candidates, r, a + 1));
-      Row q;
-      if (x.draft_probs.given())
-        q = {&x.draft_probs, element_offset(x.draft_probs, r, a)};
-      else
-        q.point = d;
-      const bool in_range = d >= 0 && d < x.vocab;
-      if (in_range && uniform(a) * q[d] < p[d]) continue;
-      token = draw(x.vocab, uniform(x.width - 1), [&](std::int64_t id) { return p[id] - q[id]; });
-      break;
-    }
-    if (token < 0) token = draw(x.vocab, uniform(x.width - 1), [&](std::int64_t id) { return p[id]; });
-    if (token < 0)
+  std::vector<Verdict> verdicts(x.batch);
+  specstate::cpu::parallel_for(x.batch, 1 + 65536 / x.vocab, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t r = begin; r < end; ++r) verdicts[r] = judge(x, r);
+  });
+  for (std::int64_t r = 0; r < x.batch; ++r)
+    if (verdicts[r].token < 0)
       core::throw_value("verify_rejection: target_probs: expected rows with mass, got none in row [" + std::to_string(r) + ", " +
-                        std::to_string(a) + "].");
-    accepted[r] = a;
-    final_token[r] = token;
-  }
+                        std::to_string(verdicts[r].accepted) + "].");
   for (std::int64_t r = 0; r < x.batch; ++r) {
     for (std::int64_t j = 0; j < x.width; ++j) {
       std::int64_t token = 0;
-      if (j < accepted[r]) token = index_at(x.candidates, element_offset(x.candidates, r, j + 1));
-      if (j == accepted[r]) token = final_token[r];
+      if (j < verdicts[r].accepted) token = index_at(x.candidates, element_offset(x.candidates, r, j + 1));
+      if (j == verdicts[r].accepted) token = verdicts[r].token;
       const std::int64_t at = element_offset(x.out_tokens, r, j);
       if (x.out_tokens.dtype == DType::kInt64)
         x.out_tokens.as<std::int64_t>()[at] = token;
       else
         x.out_tokens.as<std::int32_t>()[at] = static_cast<std::int32_t>(token);
     }
-    x.accept_lens.as<std::int32_t>()[r * x.accept_lens.strides[0]] = static_cast<std::int32_t>(accepted[r] + 1);
+    x.accept_lens.as<std::int32_t>()[r * x.accept_lens.strides[0]] = static_cast<std::int32_t>(verdicts[r].accepted + 1);
   }
 }
 

@@ -28,7 +28,7 @@ void check_eps(const Checker& check, const TensorView& eps) {
   if (eps.device.type != DeviceType::kCpu) return;
   for (std::int64_t l = 0; l < eps.sizes[0]; ++l) {
     const float e = eps.as<float>()[l * eps.strides[0]];
-    check.require(e >= 0 && e < HUGE_VALF, "eps", "finite numbers >= 0", std::to_string(e) + " at layer " + std::to_string(l));
+    if (!(e >= 0 && e < HUGE_VALF)) check.fail("eps", "finite numbers >= 0", std::to_string(e) + " at layer " + std::to_string(l));
   }
 }
 
@@ -99,9 +99,9 @@ std::vector<WrittenRow> written_rows(const Checker& check, const MaterializeInto
     const std::int64_t commit = p.commit_lens.given() ? core::load_index(p.commit_lens, i / width) : width;
     if (!is_written(slot, i % width, commit)) continue;
     const std::int64_t position = index_at(p.positions, i);
-    check.require(slot < slots, "slot_mapping", "slots below " + std::to_string(slots), std::to_string(slot) + at(i));
-    check.require(position >= 0 && position < table, "positions", "rows of cos_sin_cache, 0.." + std::to_string(table - 1),
-                  std::to_string(position) + at(i));
+    if (slot >= slots) check.fail("slot_mapping", "slots below " + std::to_string(slots), std::to_string(slot) + at(i));
+    if (position < 0 || position >= table)
+      check.fail("positions", "rows of cos_sin_cache, 0.." + std::to_string(table - 1), std::to_string(position) + at(i));
     rows.push_back({i, slot, position});
   }
   std::vector<std::size_t> order(rows.size());
@@ -185,7 +185,7 @@ MaterializeArgs check(const MaterializeIntoPoolParams& p) {
   if (p.commit_lens.given())
     for (std::int64_t r = 0; r < b; ++r) {
       const std::int64_t n = core::load_index(p.commit_lens, r);
-      check.require(n >= 0 && n <= W, "commit_lens", "lengths in 0.." + std::to_string(W.value()), std::to_string(n) + at(r));
+      if (n < 0 || n > W) check.fail("commit_lens", "lengths in 0.." + std::to_string(W.value()), std::to_string(n) + at(r));
     }
   a.rows = written_rows(check, p, T, slots, P);
   a.projection = p.projection.given() || a.rows.empty() ? p.projection : KvProjection(p.kv_weight, p.kv_bias);
@@ -252,8 +252,8 @@ FusedNormRopeStackedArgs check(const FusedNormRopeStackedParams& p) {
   if (p.kv.device.type == DeviceType::kCpu)
     for (std::int64_t t = 0; t < T; ++t) {
       const std::int64_t position = core::load_index(p.positions, t);
-      check.require(position >= 0 && position < P, "positions", "rows of cos_sin_cache, 0.." + std::to_string(P.value() - 1),
-                    std::to_string(position) + at(t));
+      if (position < 0 || position >= P)
+        check.fail("positions", "rows of cos_sin_cache, 0.." + std::to_string(P.value() - 1), std::to_string(position) + at(t));
     }
   return a;
 }

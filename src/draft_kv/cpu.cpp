@@ -15,6 +15,8 @@ using specstate::cpu::parallel_for;
 
 namespace {
 
+constexpr std::int64_t kGrain = 8192;  // values of K and V that are worth handing to another thread
+
 /// Rounds to T and back.
 template <class T>
 void round_all(float* x, std::int64_t n) {
@@ -113,7 +115,7 @@ void materialize(const MaterializeArgs& x) {
     }
     specstate::cpu::matmul(packed.weight, features.data(), packed.hidden, n, projected.data(), columns,
                            {.bias = packed.bias.empty() ? nullptr : packed.bias.data()});
-    parallel_for(n * x.layers, 4, [&](std::int64_t begin, std::int64_t end) {
+    parallel_for(n * x.layers, 1 + kGrain / width, [&](std::int64_t begin, std::int64_t end) {
       std::vector<float> angles(nr.rotary_dim);
       for (std::int64_t i = begin; i < end; ++i) {
         const std::int64_t r = i / x.layers, l = i % x.layers;
@@ -137,7 +139,7 @@ void fused(const FusedNormRopeStackedArgs& x) {
   const NormRope& nr = x.norm_rope;
   const NormRopeTables tables(nr, x.layers);
   const std::int64_t dim = nr.head_dim, width = layer_columns(x.heads, dim, dim);
-  parallel_for(x.tokens * x.layers, 4, [&](std::int64_t begin, std::int64_t end) {
+  parallel_for(x.tokens * x.layers, 1 + kGrain / width, [&](std::int64_t begin, std::int64_t end) {
     std::vector<float> angles(nr.rotary_dim), p(dim);
     for (std::int64_t i = begin; i < end; ++i) {
       const std::int64_t t = i / x.layers, l = i % x.layers;

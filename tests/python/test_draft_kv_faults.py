@@ -309,7 +309,7 @@ def test_scales_are_applied_once_or_refused_dty_09():
     p = Problem(RNG(26), L=2, T=5, N=2)
     results = [
         raw(run(p, p.pools(FP8), k_scale=s, v_scale=s))
-        for s in (0.5, np.full((), 0.5, np.float32), np.full(2, 0.5, np.float32), np.full((), 0.5))
+        for s in (0.5, np.float32(0.5), np.full((), 0.5, np.float32), np.full(2, 0.5, np.float32), np.full((), 0.5))
     ]
     k, _ = run(p, p.pools())
     np.testing.assert_array_equal(
