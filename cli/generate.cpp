@@ -24,6 +24,9 @@ nlohmann::ordered_json to_json(const runtime::Report& r) {
   j["tokens"] = r.requests[0].tokens;
   j["mode"] = runtime::name_of(r.mode);
   if (!r.note.empty()) j["note"] = r.note;
+  if (r.costs.plain > 0)
+    j["costs"] = {{"plain_seconds", r.costs.plain}, {"dflash_draft_seconds", r.costs.dflash_draft}, {"dspark_draft_seconds", r.costs.dspark_draft},
+                  {"verify_seconds", r.costs.verify}, {"calibration_seconds", r.costs.calibration}};
   j["steps"] = r.steps;
   j["committed_tokens"] = r.committed_tokens;
   j["mean_accepted_length"] = r.mean_accepted_length;
@@ -36,9 +39,11 @@ nlohmann::ordered_json to_json(const runtime::Report& r) {
   j["kda"] = {{"state_bytes", r.kda.state_bytes}, {"ring_bytes", r.kda.ring_bytes}, {"snapshot_bytes_avoided", r.kda.snapshot_bytes_avoided}};
   j["draft_kv"] = {{"tokens_materialized", r.draft_kv.tokens_materialized}, {"bytes_written", r.draft_kv.bytes_written}};
   if (r.lossless) j["lossless"] = *r.lossless;
-  for (const runtime::RequestReport& q : r.requests)
+  for (const runtime::RequestReport& q : r.requests) {
     j["requests"].push_back({{"text", q.text}, {"tokens", q.tokens}, {"finish", q.finish}, {"prompt_tokens", q.prompt_tokens}, {"steps", q.steps},
                              {"committed_tokens", q.committed_tokens}, {"state_digest", fmt::format("{:016x}", q.state_digest)}});
+    if (q.lossless) j["requests"].back()["lossless"] = *q.lossless;
+  }
   return j;
 }
 

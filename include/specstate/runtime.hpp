@@ -53,6 +53,7 @@ struct RequestReport {
   std::int64_t steps = 0;        ///< forwards of the target after the prefill
   std::int64_t committed_tokens = 0;  ///< tokens that those steps emitted
   std::uint64_t state_digest = 0;     ///< hash of the committed state: equal state, equal digest
+  std::optional<bool> lossless;       ///< with check_lossless
 };
 
 struct Report {

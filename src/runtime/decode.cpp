@@ -4,6 +4,7 @@
 #include <chrono>
 
 #include "core/match.hpp"
+#include "runtime/auto.hpp"
 #include "runtime/digest.hpp"
 #include "runtime/sampler.hpp"
 #include "specstate/accept.hpp"
@@ -39,6 +40,10 @@ class Run {
   /// Emits tokens to request r until one ends it; returns how many were taken.
   int emit(int r, const int* tokens, int count);
   void propose(const std::vector<int>& active, const std::vector<int>& lens);
+  void calibrate();
+  void schedule(const std::vector<int>& active, std::vector<int>& lens);
+  void materialize(const Window& w, const std::vector<int>& accepted, bool drafted);
+  void catch_up();
   std::vector<int> accept(const std::vector<int>& active, const Window& w, const std::vector<int>& rows);
 
   const Checkpoint& model_;
@@ -46,15 +51,19 @@ class Run {
   const GenerateOptions& options_;
   const RunOptions& run_;
   const Callbacks& callbacks_;
-  const DraftWeights* draft_weights_;
   int window_;
   std::vector<Request> requests_;
-  std::optional<Drafter> drafter_;
+  std::unique_ptr<Drafter> drafter_, other_;  // `other_`: the one that auto may turn to instead, until it has chosen
   std::optional<Target> target_;
+  std::optional<AutoPolicy> auto_;
+  /// Features of tokens that auto decoded plainly: the drafter gets them when it is asked again.
+  std::vector<Floats> pending_;             // [requests]
+  std::vector<float> lagged_;               // [requests, G] confidences of each request's step before, -1 unknown
   Proposals proposals_;
   std::vector<double> probabilities_;
   std::vector<int> emitted_;  // of one step of one request
   std::vector<std::vector<int>> out_;  // [active] tokens that this step emits
+  std::int64_t forced_steps_ = 0, speculative_steps_ = 0, plain_steps_ = 0;  // of auto
   Report report_;
 };
 
@@ -66,11 +75,16 @@ int context_needed(const std::vector<std::vector<int>>& prompts, const GenerateO
 
 Run::Run(const Checkpoint& model, const std::vector<std::vector<int>>& prompts, const GenerateOptions& options, const RunOptions& run,
          const Callbacks& callbacks)
-    : model_(model), config_(model.target.config), options_(options), run_(run), callbacks_(callbacks),
-      draft_weights_(run.mode == Mode::kDFlash ? &*model.dflash : run.mode == Mode::kDSpark ? &*model.dspark : nullptr),
-      window_(window_of(model, run.mode)) {
+    : model_(model), config_(model.target.config), options_(options), run_(run), callbacks_(callbacks), window_(window_of(model, run.mode)),
+      pending_(prompts.size()) {
   const int count = static_cast<int>(prompts.size()), context = context_needed(prompts, options, config_);
-  if (draft_weights_) drafter_.emplace(*draft_weights_, model.target, count, context);
+  if (run.mode == Mode::kDSpark || (run.mode == Mode::kAuto && model.dspark)) drafter_ = std::make_unique<Drafter>(*model.dspark, model.target, count, context);
+  if (run.mode == Mode::kDFlash || (run.mode == Mode::kAuto && model.dflash)) {
+    std::unique_ptr<Drafter>& slot = drafter_ ? other_ : drafter_;
+    slot = std::make_unique<Drafter>(*model.dflash, model.target, count, context);
+    // Two drafters can share one pass of the target only if they want the same features.
+    if (other_ && other_->feature_layers() != drafter_->feature_layers()) other_.reset();
+  }
   target_.emplace(model.target, TargetLimits{count, options.hot_slots, window_, context}, drafter_ ? drafter_->feature_layers() : std::vector<int>{});
   report_.mode = run.mode;
   report_.requests.resize(prompts.size());
@@ -86,6 +100,7 @@ Run::Run(const Checkpoint& model, const std::vector<std::vector<int>>& prompts, 
   auto begin = std::chrono::steady_clock::now();
   for (int r = 0; r < count; ++r) prefill(r);
   report_.prefill_seconds = seconds_since(begin);
+  if (run.mode == Mode::kAuto) calibrate();
   begin = std::chrono::steady_clock::now();
   while (std::any_of(requests_.begin(), requests_.end(), [](const Request& r) { return !r.done; })) step();
   report_.decode_seconds = seconds_since(begin);
@@ -126,7 +141,8 @@ void Run::prefill(int r) {
   for (int begin = 0; begin < total; begin += options_.chunk) {
     const int end = std::min(total, begin + options_.chunk);
     target_->prefill(r, {prompt.data() + begin, at(end - begin)}, end == total);
-    if (drafter_) drafter_->materialize({{r}, {end - begin}, {begin}}, target_->features(), {end - begin});
+    for (std::unique_ptr<Drafter>* d : {&drafter_, &other_})
+      if (*d) (*d)->materialize({{r}, {end - begin}, {begin}}, target_->features(), {end - begin});
     if (callbacks_.prefill) callbacks_.prefill(at(r), end, total);
   }
   const int first = choose(target_->logits(0), requests_[at(r)], total);
@@ -139,7 +155,7 @@ void Run::propose(const std::vector<int>& active, const std::vector<int>& lens) 
   drafter_->propose(who, {options_.sampled_proposals, options_.temperature, options_.seed}, proposals_);
   if (run_.known.empty()) return;
   // Forced acceptance: K - 1 proposals become right, the next one wrong.
-  const int G = proposals_.count, right = options_.force_accept - 1;
+  const int G = proposals_.count, right = run_.lengths[at(forced_steps_++) % run_.lengths.size()] - 1;
   for (std::size_t i = 0; i < active.size(); ++i) {
     const std::vector<int>& known = run_.known[at(active[i])];
     const std::size_t done = report_.requests[at(active[i])].tokens.size();
@@ -204,8 +220,123 @@ std::vector<int> Run::accept(const std::vector<int>& active, const Window& w, co
   return accepted;
 }
 
+// The cost table of auto, on the live state: a verify that nothing is committed of, and a draft, change nothing that anyone sees.
+void Run::calibrate() {
+  const auto begin = std::chrono::steady_clock::now();
+  std::vector<int> active;
+  Window w;
+  for (int r = 0; r < static_cast<int>(requests_.size()); ++r)
+    if (!requests_[at(r)].done) active.push_back(r);
+  Report::Costs& costs = report_.costs;
+  costs.verify.assign(at(window_ + 1), 0.0);
+  const auto best_of = [&](auto&& step) {
+    double best = 1e30;
+    for (int round = 0; round < 3; ++round) {
+      const auto start = std::chrono::steady_clock::now();
+      step();
+      best = std::min(best, seconds_since(start));
+    }
+    return best;
+  };
+  const auto verify = [&](int rows) {
+    Window w;
+    std::vector<int> tokens;
+    for (const int r : active) {
+      // Near the end of what a request may hold there are not so many positions.
+      const int len = std::min(rows, requests_[at(r)].limit - 1);
+      w.slots.push_back(r);
+      w.starts.push_back(target_->n_of(r));
+      w.lens.push_back(std::max(1, len));
+      for (int i = 0; i < w.lens.back(); ++i) tokens.push_back('e');
+    }
+    return best_of([&] {
+      target_->forward(w, tokens, Target::Way::kVerify);
+      target_->commit(std::vector<int>(active.size(), 0));
+    });
+  };
+  if (!active.empty() && drafter_ && window_ > 1) {
+    costs.plain = costs.verify[1] = verify(1);
+    int known = 1;
+    for (const int rows : {2, 4, 8, 16, 32, 64}) {
+      const int at_rows = std::min(rows, window_);
+      if (at_rows == known) break;
+      costs.verify[at(at_rows)] = verify(at_rows);
+      for (int i = known + 1; i < at_rows; ++i)  // in between, a straight line
+        costs.verify[at(i)] = costs.verify[at(known)] + (costs.verify[at(at_rows)] - costs.verify[at(known)]) * (i - known) / (at_rows - known);
+      known = at_rows;
+    }
+    const auto draft = [&](Drafter& drafter) {
+      std::vector<DraftRequest> who;
+      for (const int r : active) who.push_back({r, requests_[at(r)].last, target_->n_of(r), requests_[at(r)].key});
+      return best_of([&] { drafter.propose(who, {}, proposals_); });
+    };
+    const bool dspark_first = model_.dspark.has_value();
+    (dspark_first ? costs.dspark_draft : costs.dflash_draft) = draft(*drafter_);
+    if (other_) costs.dflash_draft = draft(*other_);
+    // The prior of acceptance is the same, so the cheaper draft is the better one.
+    if (other_ && costs.dflash_draft < costs.dspark_draft) std::swap(drafter_, other_);
+    other_.reset();
+    auto_.emplace(costs, drafter_->kind() == DrafterKind::kDSpark ? costs.dspark_draft : costs.dflash_draft, static_cast<int>(active.size()));
+  }
+  if (!auto_ || !(auto_->hopeful() || run_.speculate)) drafter_.reset();
+  costs.calibration = seconds_since(begin);
+}
+
+/// How many rows each request verifies, at most what `lens` allows.
+void Run::schedule(const std::vector<int>& active, std::vector<int>& lens) {
+  const std::int64_t b = static_cast<std::int64_t>(active.size()), G = proposals_.count;
+  if (proposals_.confidence.empty()) {
+    for (int& len : lens) len = std::min(len, auto_->width());
+    return;
+  }
+  lagged_.resize(requests_.size() * at(G), -1.0f);
+  std::vector<float> lagged;
+  for (const int r : active) lagged.insert(lagged.end(), lagged_.begin() + r * G, lagged_.begin() + (r + 1) * G);
+  std::vector<std::int32_t> caps(lens.begin(), lens.end()), planned(at(b));
+  const auto& probes = auto_->probe_tokens();
+  const auto& speed = auto_->steps_per_second();
+  const std::int64_t n = static_cast<std::int64_t>(probes.size());
+  accept::PlanVerifyLengthsParams p;
+  p.confidences = TensorView(proposals_.confidence.data(), DType::kFloat32, {b, G});
+  p.lagged_confidences = TensorView(lagged.data(), DType::kFloat32, {b, G});
+  p.probe_tokens = TensorView(const_cast<std::int32_t*>(probes.data()), DType::kInt32, {n});
+  p.steps_per_second = TensorView(const_cast<double*>(speed.data()), DType::kFloat64, {n});
+  p.max_lens = TensorView(caps.data(), DType::kInt32, {b});
+  p.verify_lens = TensorView(planned.data(), DType::kInt32, {b});
+  accept::plan_verify_lengths(p);
+  lens.assign(planned.begin(), planned.end());
+  for (std::int64_t i = 0; i < b; ++i) std::copy_n(proposals_.confidence.begin() + i * G, G, lagged_.begin() + active[at(i)] * G);
+}
+
+void Run::materialize(const Window& w, const std::vector<int>& accepted, bool drafted) {
+  if (!drafter_) return;
+  if (!auto_ || drafted) {
+    drafter_->materialize(w, target_->features(), accepted);
+    return;
+  }
+  const float* row = target_->features();
+  const int width = target_->feature_width();
+  for (std::size_t b = 0; b < w.slots.size(); row += std::int64_t{w.lens[b++]} * width) {
+    Floats& pending = pending_[at(w.slots[b])];
+    pending.insert(pending.end(), row, row + std::int64_t{accepted[b]} * width);
+  }
+}
+
+/// The drafter learns what was decoded without it.
+void Run::catch_up() {
+  const int width = target_->feature_width();
+  for (int r = 0; r < static_cast<int>(requests_.size()); ++r) {
+    Floats& pending = pending_[at(r)];
+    const int rows = static_cast<int>(pending.size()) / width;
+    if (rows && !requests_[at(r)].done) drafter_->materialize({{r}, {rows}, {drafter_->known(r)}}, pending.data(), {rows});
+    pending.clear();
+  }
+}
+
 // reserve, draft, verify, accept, commit, materialize.
 void Run::step() {
+  const auto begin = std::chrono::steady_clock::now();
+  const bool speculate = drafter_ && (!auto_ || (run_.speculate ? run_.speculate(speculative_steps_ + plain_steps_) : auto_->speculate()));
   std::vector<int> active;
   Window w;
   for (int r = 0; r < static_cast<int>(requests_.size()); ++r) {
@@ -214,15 +345,20 @@ void Run::step() {
     w.slots.push_back(r);
     w.starts.push_back(target_->n_of(r));
     // A step cannot commit more tokens than may still be emitted, so no more rows are verified (and none beyond the context).
-    w.lens.push_back(std::min(window_, requests_[at(r)].limit - static_cast<int>(report_.requests[at(r)].tokens.size())));
+    w.lens.push_back(speculate ? std::min(window_, requests_[at(r)].limit - static_cast<int>(report_.requests[at(r)].tokens.size())) : 1);
   }
   const bool draft = *std::max_element(w.lens.begin(), w.lens.end()) > 1;
-  if (draft) propose(active, w.lens);
+  if (draft) {
+    catch_up();
+    propose(active, w.lens);
+    if (auto_) schedule(active, w.lens);
+  }
   std::vector<int> rows;
   for (std::size_t i = 0; i < active.size(); ++i)
     for (int j = 0; j < w.lens[i]; ++j)
       rows.push_back(j == 0 ? requests_[at(active[i])].last : proposals_.tokens[i * at(proposals_.count) + at(j) - 1]);
-  target_->forward(w, rows, draft ? Target::Way::kVerify : Target::Way::kDecode);
+  const bool certain = *std::max_element(w.lens.begin(), w.lens.end()) == 1;
+  target_->forward(w, rows, certain ? Target::Way::kDecode : Target::Way::kVerify);
   std::vector<int> accepted = accept(active, w, rows);
   for (std::size_t i = 0; i < active.size(); ++i) {
     // An EOS among the accepted ends the request: what follows it is neither emitted nor committed.
@@ -233,10 +369,21 @@ void Run::step() {
     ++report_.accepted_lengths[at(accepted[i])];
   }
   target_->commit(accepted);
-  if (drafter_) drafter_->materialize(w, target_->features(), accepted);
+  materialize(w, accepted, draft);
+  if (!auto_) return;
+  if (draft) auto_->speculative_step(w.lens, accepted, seconds_since(begin));
+  else auto_->plain_step(static_cast<int>(active.size()), seconds_since(begin));
+  speculative_steps_ += draft;
+  plain_steps_ += !draft;
 }
 
 Report Run::finish() {
+  if (run_.mode == Mode::kAuto) {
+    report_.mode = !speculative_steps_ ? Mode::kPlain : drafter_->kind() == DrafterKind::kDSpark ? Mode::kDSpark : Mode::kDFlash;
+    if (auto_ && !auto_->hopeful()) report_.note = "auto: not even a fully accepted block would beat plain decoding here";
+    else if (auto_) report_.note = "auto: " + std::to_string(speculative_steps_) + " speculative and " + std::to_string(plain_steps_) + " plain steps";
+    else report_.note = "auto: nothing to choose from";
+  }
   std::int64_t emitted = 0;
   for (std::size_t r = 0; r < requests_.size(); ++r) {
     RequestReport& request = report_.requests[r];
@@ -259,6 +406,7 @@ Report Run::finish() {
 }  // namespace
 
 int window_of(const Checkpoint& model, Mode mode) {
+  if (mode == Mode::kAuto) return std::max(window_of(model, Mode::kDFlash), window_of(model, Mode::kDSpark));
   if (mode == Mode::kDFlash && model.dflash) return model.dflash->config.proposals() + 1;
   if (mode == Mode::kDSpark && model.dspark) return model.dspark->config.proposals() + 1;
   return 1;

@@ -1,5 +1,6 @@
 #pragma once
 // One run of decoding: the prompts of a batch from prefill to the last token, plainly or speculatively (section 3 of the speculative loop).
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -14,8 +15,11 @@ namespace specstate::runtime {
 /// What a run needs beside the public options.
 struct RunOptions {
   Mode mode = Mode::kPlain;
-  /// The tokens that plain decoding emits, for forced acceptance. Empty: none.
+  /// Forced acceptance: the tokens that plain decoding emits, and how many tokens step 0, 1, ... commits (cyclically). Empty: none.
   std::vector<std::vector<int>> known;
+  std::vector<int> lengths;
+  /// For tests of auto: whether step 0, 1, ... speculates, whatever was measured.
+  std::function<bool(std::int64_t step)> speculate;
 };
 
 Report decode(const Checkpoint& model, const std::vector<std::vector<int>>& prompts, const GenerateOptions& options, const RunOptions& run,

@@ -241,11 +241,10 @@ std::uint64_t Drafter::digest(int request) const {
   Digest digest;
   const std::int64_t values = std::int64_t{config_.kv_heads} * config_.head_dim;
   digest.value(static_cast<std::uint64_t>(known(request)));
-  for (std::int64_t l = 0; l < config_.layers; ++l)
+  for (int l = 0; l < config_.layers; ++l)
     for (int p = 0; p < known(request); ++p) {
-      const std::int64_t row = (l * pool_rows_ + pool_row(request, p)) * values;
-      digest.bytes(k_pool_.data() + row, at(values) * 2);
-      digest.bytes(v_pool_.data() + row, at(values) * 2);
+      digest.bytes(key(l, request, p), at(values) * 2);
+      digest.bytes(value(l, request, p), at(values) * 2);
     }
   return digest.result();
 }

@@ -43,6 +43,7 @@ class Drafter {
   /// `context`: positions that a request can have.
   Drafter(const DraftWeights& weights, const TargetWeights& target, int requests, int context);
 
+  DrafterKind kind() const { return config_.kind; }
   int proposals() const { return config_.proposals(); }
   const std::vector<int>& feature_layers() const { return config_.feature_layers; }
 
@@ -57,9 +58,15 @@ class Drafter {
   const DraftStats& stats() const { return stats_; }
   /// A hash of the materialized keys and values.
   std::uint64_t digest(int request) const;
+  /// For tests: bfloat16 [kv_heads, D] of a known position.
+  const std::uint16_t* key(int layer, int request, int position) const { return k_pool_.data() + values_before(layer, request, position); }
+  const std::uint16_t* value(int layer, int request, int position) const { return v_pool_.data() + values_before(layer, request, position); }
 
  private:
   std::int64_t pool_row(int request, int position) const;
+  std::int64_t values_before(int layer, int request, int position) const {
+    return (layer * pool_rows_ + pool_row(request, position)) * config_.kv_heads * config_.head_dim;
+  }
   void attention(std::span<const DraftRequest> requests, int layer, const float* qkv, std::int64_t stride, float* out);
 
   const DraftWeights& weights_;

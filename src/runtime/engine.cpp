@@ -53,20 +53,25 @@ Report Engine::generate(const std::vector<std::string>& prompts, const GenerateO
   }
 
   RunOptions run;
-  run.mode = options.mode == Mode::kAuto ? Mode::kPlain : options.mode;
+  run.mode = options.mode;
   const bool speculative = run.mode != Mode::kPlain;
   std::optional<Report> plain;
   if (speculative && (options.check_lossless || options.force_accept)) {
     plain = decode(model, tokens, options, {}, {});
-    if (options.force_accept)
+    if (options.force_accept) {
+      run.lengths = {options.force_accept};
       for (const RequestReport& r : plain->requests) run.known.push_back(r.tokens);
+    }
   }
   Report report = decode(model, tokens, options, run, callbacks);
   if (options.check_lossless) {
     report.lossless = true;
-    for (std::size_t i = 0; plain && i < tokens.size(); ++i)
-      if (report.requests[i].tokens != plain->requests[i].tokens || report.requests[i].state_digest != plain->requests[i].state_digest)
-        report.lossless = false;
+    for (std::size_t i = 0; i < tokens.size(); ++i) {
+      RequestReport& r = report.requests[i];
+      // Plain decoding is its own reference.
+      r.lossless = !plain || (r.tokens == plain->requests[i].tokens && r.state_digest == plain->requests[i].state_digest);
+      report.lossless = *report.lossless && *r.lossless;
+    }
   }
   return report;
 }

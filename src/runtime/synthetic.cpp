@@ -63,13 +63,14 @@ void save_json(const std::string& path, const Json& j) {
   if (std::fclose(f) != 0 || !ok) core::throw_runtime(path + ": cannot write.");
 }
 
-bool is_mla(int layer) { return layer % 2 == 1; }
+bool is_mla(const SyntheticShape& s, int layer) { return (layer + 1) % s.mla_every == 0; }
+bool is_anchor(const SyntheticShape& s, int layer) { return is_mla(s, layer) && (layer + 1) / s.mla_every % 2 == 1; }
 
 void write_target(const std::string& folder, const SyntheticShape& s, std::uint64_t seed) {
   std::vector<int> kda_layers, full_layers, anchors;
   for (int i = 0; i < s.layers; ++i) {
-    (is_mla(i) ? full_layers : kda_layers).push_back(i + 1);
-    if (i % 4 == 1) anchors.push_back(i);
+    (is_mla(s, i) ? full_layers : kda_layers).push_back(i + 1);
+    if (is_anchor(s, i)) anchors.push_back(i);
   }
   save_json(folder + "/config.json",
             {{"architectures", {"KimiLinearForCausalLM"}}, {"vocab_size", 264}, {"hidden_size", s.hidden}, {"intermediate_size", s.intermediate},
@@ -92,13 +93,13 @@ void write_target(const std::string& folder, const SyntheticShape& s, std::uint6
     w.matrix(layer + "mlp.gate_proj.weight", s.intermediate, d);
     w.matrix(layer + "mlp.up_proj.weight", s.intermediate, d);
     w.matrix(layer + "mlp.down_proj.weight", d, s.intermediate);
-    if (is_mla(i)) {
+    if (is_mla(s, i)) {
       w.matrix(a + "q_proj.weight", s.mla_heads * (s.nope_dim + s.rope_dim), d);
       w.matrix(a + "kv_a_proj_with_mqa.weight", s.kv_lora_rank + s.rope_dim, d);
       w.bf16(a + "kv_a_layernorm.weight", {s.kv_lora_rank}, 1, 0.2);
       w.matrix(a + "kv_b_proj.weight", s.mla_heads * (s.nope_dim + s.v_dim), s.kv_lora_rank);
       w.matrix(a + "o_proj.weight", d, s.mla_heads * s.v_dim);
-      if (i % 4 == 1) {
+      if (is_anchor(s, i)) {
         w.matrix(a + "indexer.wq_b.weight", s.index_heads * s.index_dim, d);
         w.matrix(a + "indexer.wk.weight", s.index_dim, d);
         w.fp32(a + "indexer.k_norm.weight", {s.index_dim}, 1, 0.2);
@@ -127,7 +128,7 @@ void write_target(const std::string& folder, const SyntheticShape& s, std::uint6
 void write_drafter(const std::string& folder, const SyntheticShape& s, bool dspark, std::uint64_t seed) {
   std::filesystem::create_directories(folder);
   const int d = s.hidden, q = s.draft_heads * s.draft_head_dim, kv = s.draft_head_dim, gamma = s.block - 1;
-  const std::vector<int> features{0, s.layers - 1};
+  const std::vector<int> features = s.feature_layers.empty() ? std::vector<int>{0, s.layers - 1} : s.feature_layers;
   Json c{{"architectures", {dspark ? "DSparkDraftModel" : "DFlashDraftModel"}}, {"hidden_size", d}, {"num_hidden_layers", s.draft_layers},
          {"num_attention_heads", s.draft_heads}, {"num_key_value_heads", 1}, {"head_dim", s.draft_head_dim}, {"intermediate_size", s.draft_intermediate},
          {"rms_norm_eps", 1e-6}, {"rope_theta", 10000.0}, {"partial_rotary_factor", s.partial_rotary}, {"max_position_embeddings", s.max_length},

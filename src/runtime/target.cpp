@@ -338,6 +338,14 @@ KdaBytes Target::kda_bytes() const {
   return b;
 }
 
+const float* Target::kda_state(int l, int request) const {
+  const std::int64_t D = config_.kda_dim;
+  return kda_[at(l)].state.data() + request * config_.kda_heads * D * D;
+}
+const float* Target::conv_window(int l, int i, int request) const {
+  return kda_[at(l)].conv[at(i)].data() + std::int64_t{request} * config_.kda_heads * config_.kda_dim * kTaps;
+}
+
 std::uint64_t Target::digest(int request) const {
   Digest digest;
   const int n = n_of(request);

@@ -56,6 +56,11 @@ class Target {
   /// A hash of everything committed: KDA states, convolution windows, cached rows, index keys. Equal state, equal digest.
   std::uint64_t digest(int request) const;
 
+  // For tests: the state itself.
+  const SparseKv& sparse() const { return sparse_; }
+  const float* kda_state(int l, int request) const;         // [H, D, D]
+  const float* conv_window(int l, int i, int request) const;  // [HD, 3] of q, k or v
+
  private:
   struct KdaState {
     Floats state;                     // [requests, H, D, D]

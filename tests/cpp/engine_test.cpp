@@ -17,6 +17,7 @@
 #include <string>
 
 #include "core/numeric.hpp"
+#include "runtime/auto.hpp"
 #include "runtime/decode.hpp"
 #include "runtime/kernels.hpp"
 #include "runtime/sampler.hpp"
@@ -224,6 +225,63 @@ TEST(Engine, EosEndsARunAtAnyPlace) {
       }
   }
   EXPECT_GE(tried, 5);
+}
+
+// auto may turn from plain to speculative decoding and back at any step; the drafter then learns what it missed.
+RC_GTEST_PROP(Engine, AutoIsLosslessWhereverItTurns, ()) {
+  GenerateOptions o = options_of(Mode::kAuto, *rc::gen::elementOf(std::vector<double>{0.0, 1.0}));
+  o.max_new_tokens = *rc::gen::inRange(1, 40);
+  std::vector<std::vector<int>> prompts;
+  for (const std::string& p : kPrompts) prompts.push_back(tokens_of(p, model().target.config));
+  const auto turns = *rc::gen::container<std::vector<bool>>(40, rc::gen::arbitrary<bool>());
+  RunOptions run;
+  run.mode = Mode::kAuto;
+  run.speculate = [&](std::int64_t step) { return turns[static_cast<std::size_t>(step)]; };
+  const Report r = decode(model(), prompts, o, run, {}), plain = decode(model(), prompts, o, {}, {});
+  for (std::size_t i = 0; i < prompts.size(); ++i) {
+    RC_ASSERT(r.requests[i].tokens == plain.requests[i].tokens);
+    RC_ASSERT(r.requests[i].state_digest == plain.requests[i].state_digest);
+  }
+}
+
+Report::Costs costs_of(double plain, std::vector<double> verify) {
+  Report::Costs c;
+  c.plain = plain;
+  c.verify = std::move(verify);
+  return c;
+}
+
+TEST(Auto, NothingIsTriedWhereEvenAFullBlockLoses) {
+  const AutoPolicy policy(costs_of(1, {0, 1, 2, 3, 4}), 0.5, 1);
+  EXPECT_FALSE(policy.hopeful());
+  EXPECT_FALSE(policy.speculate());
+}
+
+TEST(Auto, GoodDraftsKeepSpeculationAndBadOnesEndIt) {
+  AutoPolicy good(costs_of(1, {0, 1, 1.1, 1.2, 1.3}), 0.3, 1), bad = good;
+  EXPECT_TRUE(good.speculate());
+  for (int i = 0; i < 50; ++i) good.speculative_step({4}, {3}, 1.6);
+  EXPECT_TRUE(good.speculate());
+  EXPECT_GE(good.width(), 3);
+  int tried = 0;
+  for (; bad.speculate(); ++tried) bad.speculative_step({4}, {1}, 1.6);
+  EXPECT_EQ(tried, 4);
+  // It comes back after a pause, and after twice the pause when it lost again.
+  int first = 0, second = 0;
+  for (; !bad.speculate(); ++first) bad.plain_step(1, 1);
+  for (int i = 0; i < 4; ++i) bad.speculative_step({4}, {1}, 1.6);
+  for (; !bad.speculate(); ++second) bad.plain_step(1, 1);
+  EXPECT_EQ(first, 64);
+  EXPECT_EQ(second, 128);
+}
+
+TEST(Auto, TheWidthFollowsAcceptance) {
+  AutoPolicy policy(costs_of(1, {0, 1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5}), 0.1, 1);
+  EXPECT_TRUE(policy.hopeful());
+  for (int i = 0; i < 100; ++i) policy.speculative_step({8}, {8}, 4.6);
+  EXPECT_EQ(policy.width(), 8);
+  for (int i = 0; i < 1000; ++i) policy.speculative_step({8}, {2}, 4.6);
+  EXPECT_EQ(policy.width(), 2);
 }
 
 TEST(Engine, CheckLosslessAndTheReport) {
