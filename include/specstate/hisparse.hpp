@@ -39,7 +39,7 @@ struct KvBuffers {
 };
 
 /// The copies that a swap did, for `replay_plan`: row b holds miss_count[b] pairs, in the order of the misses; what lies beyond is
-/// unspecified. All three or none. miss_src and miss_dst must have the same row stride.
+/// unspecified. All three or none.
 struct MissPlan {
   TensorView miss_src;    ///< out [>=B, >=S*K] int64, host rows
   TensorView miss_dst;    ///< out [>=B, >=S*K] int32, device rows
@@ -125,6 +125,7 @@ struct SwapInSingleParams {
   std::int64_t sparse_block_size = 1;
   bool skip_io = false;
   const char* op = "swap_in_single";  ///< the name that error texts use
+  bool one_plan_stride = false;       ///< refuse plans whose row strides differ, as sglang does
 };
 SPECSTATE_API void swap_in_single(const SwapInSingleParams& params, Stream stream = {});
 
@@ -163,6 +164,7 @@ struct ReplayPlanParams {
   RowLayout layout = RowLayout::kLinear;
   bool skip_io = false;
   const char* op = "replay_plan";
+  bool one_plan_stride = false;  ///< refuse plans whose row strides differ, as sglang does
 };
 SPECSTATE_API void replay_plan(const ReplayPlanParams& params, Stream stream = {});
 

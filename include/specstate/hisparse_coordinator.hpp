@@ -84,6 +84,8 @@ class SPECSTATE_API Coordinator {
   /// Copies rows of positions [position, position + count) of one layer to their host rows, in order. Not visible before `append`. `rows`: count rows, `pitch` bytes apart; `rows_v` for a second pair.
   void stage(std::int64_t layer, std::int64_t request, std::int64_t position, std::int64_t count, const void* rows, std::int64_t pitch,
              const void* rows_v = nullptr, std::int64_t pitch_v = 0);
+  /// The same with rows as a tensor [count, ...], each row dense.
+  void stage(std::int64_t layer, std::int64_t request, std::int64_t position, const TensorView& rows, const TensorView& rows_v = {});
   enum class Source : std::uint8_t {
     kStaged,  ///< every layer was staged; positions below hot become resident in the slots of their number
     kHost,    ///< host rows were filled by others; the same, but only if the whole request fits the hot slots, else nothing is loaded
@@ -101,6 +103,8 @@ class SPECSTATE_API Coordinator {
   std::int64_t verify_loc(std::int64_t request, std::int64_t j) const;
   /// Copies one row into window position j of one layer.
   void write(std::int64_t layer, std::int64_t request, std::int64_t j, const void* row, const void* row_v = nullptr);
+  /// The same with a dense tensor of a row's bytes.
+  void write(std::int64_t layer, std::int64_t request, std::int64_t j, const TensorView& row, const TensorView& row_v = {});
   /// Swap of an anchor layer. Of `params` the selection, lengths, requests and outputs are used; tables, buffers, plan and state are the
   /// coordinator's. The plan is kept for the followers until the next window.
   /// `round`: see plan_rounds. A selection [B, K] counts as one step ([B, 1, K], seq_lens [B]).

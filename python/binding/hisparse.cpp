@@ -1,10 +1,14 @@
 #include "specstate/hisparse.hpp"
 
 #include <tvm/ffi/container/array.h>
+#include <tvm/ffi/object.h>
 
+#include <cstring>
+#include <memory>
 #include <vector>
 
 #include "common.hpp"
+#include "specstate/hisparse_coordinator.hpp"
 
 namespace specstate::binding {
 
@@ -28,143 +32,142 @@ using binding::view;
 
 }  // namespace
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(
-    hisparse_swap_in,
-    [](Opt top_k_tokens, Opt seq_lens, Opt req_pool_indices, Opt num_real_reqs, Opt host_cache_locs, Opt host_cache, Opt device_buffer,
-       Opt host_cache_v, Opt device_buffer_v, Opt slot_tokens, Opt slot_locs, Opt slot_stamps, Opt token_slots, Opt clock, Opt scratch_locs, bool paged,
-       Opt top_k_device_locs, Opt miss_src, Opt miss_dst, Opt miss_count, Opt unique_misses, Opt unique_hits, bool skip_io, std::int64_t s) {
-      guard([&] {
-        SwapInParams p;
-        p.top_k_tokens = view("top_k_tokens", top_k_tokens);
-        p.seq_lens = view("seq_lens", seq_lens);
-        p.req_pool_indices = view("req_pool_indices", req_pool_indices);
-        p.num_real_reqs = view("num_real_reqs", num_real_reqs);
-        p.host_cache_locs = view("host_cache_locs", host_cache_locs);
-        p.buffers = buffers(host_cache, device_buffer, host_cache_v, device_buffer_v);
-        p.state = state(slot_tokens, slot_locs, slot_stamps, token_slots, clock);
-        p.scratch_locs = view("scratch_locs", scratch_locs);
-        p.layout = row_layout(paged);
-        p.top_k_device_locs = view("top_k_device_locs", top_k_device_locs);
-        p.plan = plan(miss_src, miss_dst, miss_count);
-        p.unique_misses = view("unique_misses", unique_misses);
-        p.unique_hits = view("unique_hits", unique_hits);
-        p.skip_io = skip_io;
-        swap_in(p, stream(s));
-      });
-    });
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_swap_in,
+                              [](Opt top_k_tokens, Opt seq_lens, Opt req_pool_indices, Opt num_real_reqs, Opt host_cache_locs,
+                                 Opt host_cache, Opt device_buffer, Opt host_cache_v, Opt device_buffer_v, Opt slot_tokens, Opt slot_locs,
+                                 Opt slot_stamps, Opt token_slots, Opt clock, Opt scratch_locs, bool paged, Opt top_k_device_locs,
+                                 Opt miss_src, Opt miss_dst, Opt miss_count, Opt unique_misses, Opt unique_hits, bool skip_io,
+                                 std::int64_t s) {
+                                guard([&] {
+                                  SwapInParams p;
+                                  p.top_k_tokens = view("top_k_tokens", top_k_tokens);
+                                  p.seq_lens = view("seq_lens", seq_lens);
+                                  p.req_pool_indices = view("req_pool_indices", req_pool_indices);
+                                  p.num_real_reqs = view("num_real_reqs", num_real_reqs);
+                                  p.host_cache_locs = view("host_cache_locs", host_cache_locs);
+                                  p.buffers = buffers(host_cache, device_buffer, host_cache_v, device_buffer_v);
+                                  p.state = state(slot_tokens, slot_locs, slot_stamps, token_slots, clock);
+                                  p.scratch_locs = view("scratch_locs", scratch_locs);
+                                  p.layout = row_layout(paged);
+                                  p.top_k_device_locs = view("top_k_device_locs", top_k_device_locs);
+                                  p.plan = plan(miss_src, miss_dst, miss_count);
+                                  p.unique_misses = view("unique_misses", unique_misses);
+                                  p.unique_hits = view("unique_hits", unique_hits);
+                                  p.skip_io = skip_io;
+                                  swap_in(p, stream(s));
+                                });
+                              });
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(
-    hisparse_reset_swap_state,
-    [](Opt slot_tokens, Opt slot_locs, Opt slot_stamps, Opt token_slots, Opt clock, Opt requests, std::int64_t s) {
-      guard([&] {
-        reset_swap_state(state(slot_tokens, slot_locs, slot_stamps, token_slots, clock), view("requests", requests), stream(s));
-      });
-    });
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_reset_swap_state, [](Opt slot_tokens, Opt slot_locs, Opt slot_stamps, Opt token_slots, Opt clock,
+                                                            Opt requests, std::int64_t s) {
+  guard([&] { reset_swap_state(state(slot_tokens, slot_locs, slot_stamps, token_slots, clock), view("requests", requests), stream(s)); });
+});
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(
-    hisparse_swap_in_single,
-    [](Opt top_k_tokens, Opt device_buffer_tokens, Opt host_cache_locs, Opt device_buffer_locs, Opt host_cache, Opt device_buffer,
-       Opt host_cache_v, Opt device_buffer_v, Opt top_k_device_locs, Opt req_pool_indices, Opt seq_lens, Opt lru_slots,
-       std::int64_t item_size_bytes, std::int64_t num_top_k, std::int64_t hot_buffer_size, Opt num_real_reqs, bool paged, Opt miss_src,
-       Opt miss_dst, Opt miss_count, std::int64_t sparse_block_size, bool skip_io, ffi::String op, std::int64_t s) {
-      guard([&] {
-        SwapInSingleParams p;
-        p.top_k_tokens = view("top_k_tokens", top_k_tokens);
-        p.device_buffer_tokens = view("device_buffer_tokens", device_buffer_tokens);
-        p.host_cache_locs = view("host_cache_locs", host_cache_locs);
-        p.device_buffer_locs = view("device_buffer_locs", device_buffer_locs);
-        p.buffers = buffers(host_cache, device_buffer, host_cache_v, device_buffer_v);
-        p.top_k_device_locs = view("top_k_device_locs", top_k_device_locs);
-        p.req_pool_indices = view("req_pool_indices", req_pool_indices);
-        p.seq_lens = view("seq_lens", seq_lens);
-        p.lru_slots = view("lru_slots", lru_slots);
-        p.item_size_bytes = item_size_bytes;
-        p.num_top_k = num_top_k;
-        p.hot_buffer_size = hot_buffer_size;
-        p.num_real_reqs = view("num_real_reqs", num_real_reqs);
-        p.layout = row_layout(paged);
-        p.plan = plan(miss_src, miss_dst, miss_count);
-        p.sparse_block_size = sparse_block_size;
-        p.skip_io = skip_io;
-        p.op = op.c_str();
-        swap_in_single(p, stream(s));
-      });
-    });
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_swap_in_single,
+                              [](Opt top_k_tokens, Opt device_buffer_tokens, Opt host_cache_locs, Opt device_buffer_locs, Opt host_cache,
+                                 Opt device_buffer, Opt host_cache_v, Opt device_buffer_v, Opt top_k_device_locs, Opt req_pool_indices,
+                                 Opt seq_lens, Opt lru_slots, std::int64_t item_size_bytes, std::int64_t num_top_k,
+                                 std::int64_t hot_buffer_size, Opt num_real_reqs, bool paged, Opt miss_src, Opt miss_dst, Opt miss_count,
+                                 std::int64_t sparse_block_size, bool skip_io, bool one_plan_stride, ffi::String op, std::int64_t s) {
+                                guard([&] {
+                                  SwapInSingleParams p;
+                                  p.top_k_tokens = view("top_k_tokens", top_k_tokens);
+                                  p.device_buffer_tokens = view("device_buffer_tokens", device_buffer_tokens);
+                                  p.host_cache_locs = view("host_cache_locs", host_cache_locs);
+                                  p.device_buffer_locs = view("device_buffer_locs", device_buffer_locs);
+                                  p.buffers = buffers(host_cache, device_buffer, host_cache_v, device_buffer_v);
+                                  p.top_k_device_locs = view("top_k_device_locs", top_k_device_locs);
+                                  p.req_pool_indices = view("req_pool_indices", req_pool_indices);
+                                  p.seq_lens = view("seq_lens", seq_lens);
+                                  p.lru_slots = view("lru_slots", lru_slots);
+                                  p.item_size_bytes = item_size_bytes;
+                                  p.num_top_k = num_top_k;
+                                  p.hot_buffer_size = hot_buffer_size;
+                                  p.num_real_reqs = view("num_real_reqs", num_real_reqs);
+                                  p.layout = row_layout(paged);
+                                  p.plan = plan(miss_src, miss_dst, miss_count);
+                                  p.sparse_block_size = sparse_block_size;
+                                  p.skip_io = skip_io;
+                                  p.one_plan_stride = one_plan_stride;
+                                  p.op = op.c_str();
+                                  swap_in_single(p, stream(s));
+                                });
+                              });
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(
-    hisparse_swap_in_spec,
-    [](Opt top_k_tokens, Opt device_buffer_tokens, Opt host_cache_locs, Opt device_buffer_locs, Opt host_cache, Opt device_buffer,
-       Opt top_k_device_locs, Opt req_pool_indices, Opt seq_lens, Opt cache_index, Opt cache_policy, Opt scratch_locs, Opt scratch_state,
-       Opt num_real_reqs, Opt miss_src, Opt miss_dst, Opt miss_count, std::int64_t limits, std::int64_t s) {
-      guard([&] {
-        SpecSwapParams p;
-        p.top_k_tokens = view("top_k_tokens", top_k_tokens);
-        p.device_buffer_tokens = view("device_buffer_tokens", device_buffer_tokens);
-        p.host_cache_locs = view("host_cache_locs", host_cache_locs);
-        p.device_buffer_locs = view("device_buffer_locs", device_buffer_locs);
-        p.buffers = buffers(host_cache, device_buffer, {}, {});
-        p.top_k_device_locs = view("top_k_device_locs", top_k_device_locs);
-        p.req_pool_indices = view("req_pool_indices", req_pool_indices);
-        p.seq_lens = view("seq_lens", seq_lens);
-        p.cache_index = view("state.cache_index", cache_index);
-        p.cache_policy = view("state.cache_policy", cache_policy);
-        p.scratch_locs = view("state.scratch_locs", scratch_locs);
-        p.scratch_state = view("state.scratch_state", scratch_state);
-        p.num_real_reqs = view("num_real_reqs", num_real_reqs);
-        p.plan = plan(miss_src, miss_dst, miss_count);
-        p.limits = static_cast<SpecSwapParams::Limits>(limits);
-        swap_in_spec(p, stream(s));
-      });
-    });
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_swap_in_spec,
+                              [](Opt top_k_tokens, Opt device_buffer_tokens, Opt host_cache_locs, Opt device_buffer_locs, Opt host_cache,
+                                 Opt device_buffer, Opt top_k_device_locs, Opt req_pool_indices, Opt seq_lens, Opt cache_index,
+                                 Opt cache_policy, Opt scratch_locs, Opt scratch_state, Opt num_real_reqs, Opt miss_src, Opt miss_dst,
+                                 Opt miss_count, std::int64_t limits, std::int64_t s) {
+                                guard([&] {
+                                  SpecSwapParams p;
+                                  p.top_k_tokens = view("top_k_tokens", top_k_tokens);
+                                  p.device_buffer_tokens = view("device_buffer_tokens", device_buffer_tokens);
+                                  p.host_cache_locs = view("host_cache_locs", host_cache_locs);
+                                  p.device_buffer_locs = view("device_buffer_locs", device_buffer_locs);
+                                  p.buffers = buffers(host_cache, device_buffer, {}, {});
+                                  p.top_k_device_locs = view("top_k_device_locs", top_k_device_locs);
+                                  p.req_pool_indices = view("req_pool_indices", req_pool_indices);
+                                  p.seq_lens = view("seq_lens", seq_lens);
+                                  p.cache_index = view("state.cache_index", cache_index);
+                                  p.cache_policy = view("state.cache_policy", cache_policy);
+                                  p.scratch_locs = view("state.scratch_locs", scratch_locs);
+                                  p.scratch_state = view("state.scratch_state", scratch_state);
+                                  p.num_real_reqs = view("num_real_reqs", num_real_reqs);
+                                  p.plan = plan(miss_src, miss_dst, miss_count);
+                                  p.limits = static_cast<SpecSwapParams::Limits>(limits);
+                                  swap_in_spec(p, stream(s));
+                                });
+                              });
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(
-    hisparse_replay_plan,
-    [](Opt miss_src, Opt miss_dst, Opt miss_count, Opt num_real_reqs, ffi::Array<ffi::Tensor> host_cache,
-       ffi::Array<ffi::Tensor> device_buffer, ffi::Array<ffi::Tensor> host_cache_v, ffi::Array<ffi::Tensor> device_buffer_v,
-       std::int64_t item_size_bytes, bool paged, bool skip_io, ffi::String op, std::int64_t s) {
-      guard([&] {
-        std::vector<KvBuffers> followers;
-        for (std::size_t i = 0; i < host_cache.size(); ++i) {
-          KvBuffers b;
-          b.host_cache = view("host_cache", host_cache[i]);
-          b.device_buffer = view("device_buffer", device_buffer[i]);
-          if (!host_cache_v.empty()) {
-            b.host_cache_v = view("host_cache_v", host_cache_v[i]);
-            b.device_buffer_v = view("device_buffer_v", device_buffer_v[i]);
-          }
-          followers.push_back(b);
-        }
-        ReplayPlanParams p;
-        p.miss_src = view("miss_src", miss_src);
-        p.miss_dst = view("miss_dst", miss_dst);
-        p.miss_count = view("miss_count", miss_count);
-        p.num_real_reqs = view("num_real_reqs", num_real_reqs);
-        p.followers = followers.data();
-        p.num_followers = static_cast<std::int64_t>(followers.size());
-        p.item_size_bytes = item_size_bytes;
-        p.layout = row_layout(paged);
-        p.skip_io = skip_io;
-        p.op = op.c_str();
-        replay_plan(p, stream(s));
-      });
-    });
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_replay_plan,
+                              [](Opt miss_src, Opt miss_dst, Opt miss_count, Opt num_real_reqs, ffi::Array<ffi::Tensor> host_cache,
+                                 ffi::Array<ffi::Tensor> device_buffer, ffi::Array<ffi::Tensor> host_cache_v,
+                                 ffi::Array<ffi::Tensor> device_buffer_v, std::int64_t item_size_bytes, bool paged, bool skip_io,
+                                 bool one_plan_stride, ffi::String op, std::int64_t s) {
+                                guard([&] {
+                                  std::vector<KvBuffers> followers;
+                                  for (std::size_t i = 0; i < host_cache.size(); ++i) {
+                                    KvBuffers b;
+                                    b.host_cache = view("host_cache", host_cache[i]);
+                                    b.device_buffer = view("device_buffer", device_buffer[i]);
+                                    if (!host_cache_v.empty()) {
+                                      b.host_cache_v = view("host_cache_v", host_cache_v[i]);
+                                      b.device_buffer_v = view("device_buffer_v", device_buffer_v[i]);
+                                    }
+                                    followers.push_back(b);
+                                  }
+                                  ReplayPlanParams p;
+                                  p.miss_src = view("miss_src", miss_src);
+                                  p.miss_dst = view("miss_dst", miss_dst);
+                                  p.miss_count = view("miss_count", miss_count);
+                                  p.num_real_reqs = view("num_real_reqs", num_real_reqs);
+                                  p.followers = followers.data();
+                                  p.num_followers = static_cast<std::int64_t>(followers.size());
+                                  p.item_size_bytes = item_size_bytes;
+                                  p.layout = row_layout(paged);
+                                  p.skip_io = skip_io;
+                                  p.one_plan_stride = one_plan_stride;
+                                  p.op = op.c_str();
+                                  replay_plan(p, stream(s));
+                                });
+                              });
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(
-    hisparse_transfer_paged,
-    [](ffi::Array<ffi::Tensor> src, ffi::Array<ffi::Tensor> dst, Opt src_indices, Opt dst_indices, std::int64_t s) {
-      guard([&] {
-        std::vector<TensorView> from, to;
-        for (const ffi::Tensor& t : src) from.push_back(view("src", t));
-        for (const ffi::Tensor& t : dst) to.push_back(view("dst", t));
-        TransferPagedParams p;
-        p.src = from.data();
-        p.dst = to.data();
-        p.num_layers = static_cast<std::int64_t>(from.size());
-        p.src_indices = view("src_indices", src_indices);
-        p.dst_indices = view("dst_indices", dst_indices);
-        transfer_paged(p, stream(s));
-      });
-    });
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_transfer_paged, [](ffi::Array<ffi::Tensor> src, ffi::Array<ffi::Tensor> dst, Opt src_indices,
+                                                          Opt dst_indices, std::int64_t s) {
+  guard([&] {
+    std::vector<TensorView> from, to;
+    for (const ffi::Tensor& t : src) from.push_back(view("src", t));
+    for (const ffi::Tensor& t : dst) to.push_back(view("dst", t));
+    TransferPagedParams p;
+    p.src = from.data();
+    p.dst = to.data();
+    p.num_layers = static_cast<std::int64_t>(from.size());
+    p.src_indices = view("src_indices", src_indices);
+    p.dst_indices = view("dst_indices", dst_indices);
+    transfer_paged(p, stream(s));
+  });
+});
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_transfer_paged_pointers,
                               [](Opt src_ptrs, Opt dst_ptrs, Opt src_indices, Opt dst_indices, std::int64_t s) {
@@ -177,5 +180,155 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_transfer_paged_pointers,
                                   transfer_paged_pointers(p, stream(s));
                                 });
                               });
+
+// ------------------------------------------------------------------------------------------------------- Coordinator
+
+namespace {
+
+/// What Python holds: the coordinator and the tensors that it must not outlive.
+class CoordinatorObject : public ffi::Object {
+ public:
+  std::unique_ptr<Coordinator> coordinator;
+  std::vector<ffi::Tensor> kept;
+  static constexpr bool _type_mutable = true;
+  TVM_FFI_DECLARE_OBJECT_INFO_FINAL("specstate.hisparse.Coordinator", CoordinatorObject, ffi::Object);
+};
+Coordinator& coordinator(const ffi::ObjectRef& handle) {
+  auto* object = const_cast<CoordinatorObject*>(handle.as<CoordinatorObject>());
+  if (object == nullptr) throw Error(ErrorKind::kValue, "Coordinator: expected a coordinator handle.");
+  return *object->coordinator;
+}
+using Ids = ffi::Array<std::int64_t>;
+std::vector<std::int64_t> numbers(const Ids& ids) { return {ids.begin(), ids.end()}; }
+SwapInParams selection(const Opt& top_k_tokens, const Opt& seq_lens, const Opt& requests) {
+  SwapInParams p;
+  p.top_k_tokens = view("top_k_tokens", top_k_tokens);
+  p.seq_lens = view("seq_lens", seq_lens);
+  p.req_pool_indices = view("requests", requests);
+  return p;
+}
+
+}  // namespace
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_new,
+                              [](ffi::Array<ffi::Tensor> hosts, ffi::Array<ffi::Tensor> devices,
+                                 ffi::Array<ffi::Optional<ffi::Tensor>> hosts_v, ffi::Array<ffi::Optional<ffi::Tensor>> devices_v,
+                                 std::int64_t requests, std::int64_t hot, std::int64_t window, std::int64_t tail, std::int64_t scratch,
+                                 std::int64_t context, std::int64_t top_k, std::int64_t page_size, std::int64_t device_rows,
+                                 std::int64_t host_rows, bool paged, std::int64_t first_layer, Ids anchor_of) -> ffi::ObjectRef {
+                                return guard([&] {
+                                  CoordinatorConfig c;
+                                  c.requests = requests;
+                                  c.hot = hot;
+                                  c.window = window;
+                                  c.tail = tail;
+                                  c.scratch = scratch;
+                                  c.context = context;
+                                  c.top_k = top_k;
+                                  c.page_size = page_size;
+                                  c.device_rows = device_rows;
+                                  c.host_rows = host_rows;
+                                  c.layout = row_layout(paged);
+                                  c.first_layer = first_layer;
+                                  c.anchor_of = numbers(anchor_of);
+                                  auto object = ffi::make_object<CoordinatorObject>();
+                                  std::vector<KvBuffers> layers(hosts.size());
+                                  const auto keep = [&](const char* name, const ffi::Tensor& t) {
+                                    object->kept.push_back(t);
+                                    return view(name, t);
+                                  };
+                                  for (std::size_t i = 0; i < hosts.size(); ++i) {
+                                    layers[i].host_cache = keep("host_cache", hosts[i]);
+                                    layers[i].device_buffer = keep("device_buffer", devices[i]);
+                                    if (i < hosts_v.size() && hosts_v[i].has_value())
+                                      layers[i].host_cache_v = keep("host_cache_v", hosts_v[i].value());
+                                    if (i < devices_v.size() && devices_v[i].has_value())
+                                      layers[i].device_buffer_v = keep("device_buffer_v", devices_v[i].value());
+                                  }
+                                  object->coordinator = std::make_unique<Coordinator>(c, layers);
+                                  return ffi::ObjectRef(object);
+                                });
+                              });
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_can_admit, [](ffi::ObjectRef h, std::int64_t tokens) {
+  return guard([&] { return coordinator(h).can_admit(tokens); });
+});
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_admit, [](ffi::ObjectRef h, std::int64_t r, std::int64_t tokens) {
+  guard([&] { coordinator(h).admit(r, tokens); });
+});
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_reserve, [](ffi::ObjectRef h, std::int64_t r, std::int64_t count) {
+  guard([&] { coordinator(h).reserve(r, count); });
+});
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_stage,
+                              [](ffi::ObjectRef h, std::int64_t layer, std::int64_t r, std::int64_t position, Opt rows, Opt rows_v) {
+                                guard([&] { coordinator(h).stage(layer, r, position, view("rows", rows), view("rows_v", rows_v)); });
+                              });
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_append, [](ffi::ObjectRef h, std::int64_t r, std::int64_t count, bool from_host) {
+  guard([&] { coordinator(h).append(r, count, from_host ? Coordinator::Source::kHost : Coordinator::Source::kStaged); });
+});
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_host_row, [](ffi::ObjectRef h, std::int64_t r, std::int64_t position) {
+  return guard([&] { return coordinator(h).host_row(r, position); });
+});
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_prepare_verify, [](ffi::ObjectRef h, Ids requests, Ids widths, Opt locs) {
+  guard([&] { coordinator(h).prepare_verify(numbers(requests), numbers(widths), view("locs", locs)); });
+});
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_write,
+                              [](ffi::ObjectRef h, std::int64_t layer, std::int64_t r, std::int64_t j, Opt row, Opt row_v) {
+                                guard([&] { coordinator(h).write(layer, r, j, view("row", row), view("row_v", row_v)); });
+                              });
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_swap,
+                              [](ffi::ObjectRef h, std::int64_t layer, Opt top_k_tokens, Opt seq_lens, Opt requests, Opt num_real_reqs,
+                                 Opt out, Opt unique_misses, Opt unique_hits, bool skip_io, std::int64_t round) {
+                                guard([&] {
+                                  SwapInParams p = selection(top_k_tokens, seq_lens, requests);
+                                  p.num_real_reqs = view("num_real_reqs", num_real_reqs);
+                                  p.top_k_device_locs = view("out", out);
+                                  p.unique_misses = view("unique_misses", unique_misses);
+                                  p.unique_hits = view("unique_hits", unique_hits);
+                                  p.skip_io = skip_io;
+                                  coordinator(h).swap(layer, p, round);
+                                });
+                              });
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_follow, [](ffi::ObjectRef h, std::int64_t layer, std::int64_t round) {
+  guard([&] { coordinator(h).follow(layer, round); });
+});
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_plan_rounds, [](ffi::ObjectRef h, std::int64_t layer, Opt top_k_tokens, Opt seq_lens,
+                                                                   Opt requests, Opt round_of) {
+  return guard([&] { return coordinator(h).plan_rounds(layer, selection(top_k_tokens, seq_lens, requests), view("round_of", round_of)); });
+});
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_accept, [](ffi::ObjectRef h, Ids requests, Ids accepted) {
+  guard([&] { coordinator(h).accept(numbers(requests), numbers(accepted)); });
+});
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_finish,
+                              [](ffi::ObjectRef h, std::int64_t r) { guard([&] { coordinator(h).finish(r); }); });
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_abort,
+                              [](ffi::ObjectRef h, std::int64_t r) { guard([&] { coordinator(h).abort(r); }); });
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_retract,
+                              [](ffi::ObjectRef h, std::int64_t r) { guard([&] { coordinator(h).retract(r); }); });
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_resume,
+                              [](ffi::ObjectRef h, std::int64_t r) { guard([&] { coordinator(h).resume(r); }); });
+/// [state, length] of a request.
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_request, [](ffi::ObjectRef h, std::int64_t r) {
+  return guard([&] { return Ids{static_cast<std::int64_t>(coordinator(h).state(r)), coordinator(h).length(r)}; });
+});
+/// [max_length, free device rows, free host rows, then the fields of CoordinatorStats].
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_totals, [](ffi::ObjectRef h) {
+  return guard([&] {
+    const Coordinator& c = coordinator(h);
+    const CoordinatorStats& s = c.stats();
+    return Ids{c.max_length(),  c.free_device_rows(), c.free_host_rows(), s.swaps,        s.unique_hits,
+               s.unique_misses, s.unserved,           s.bytes_to_device,  s.bytes_to_host};
+  });
+});
+/// Copies of slot_tokens and slot_locs of a layer's group into dense int32 tensors of the same shape.
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_tables, [](ffi::ObjectRef h, std::int64_t layer, In tokens, In locs) {
+  guard([&] {
+    const SwapState s = coordinator(h).tables(layer);
+    const auto copy = [](const TensorView& from, const TensorView& to) {
+      std::memcpy(to.data, from.data, static_cast<std::size_t>(from.numel()) * 4);
+    };
+    copy(s.slot_tokens, view("tokens", tokens));
+    copy(s.slot_locs, view("locs", locs));
+  });
+});
 
 }  // namespace specstate::binding

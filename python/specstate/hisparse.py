@@ -16,6 +16,7 @@ from ._library import function
 from ._stream import stream_handle
 
 __all__ = [
+    "Coordinator",
     "HiSparseSpecState",
     "SwapState",
     "copy_cache_planned_mla",
@@ -218,6 +219,7 @@ def _single(
         array_out("miss_count", miss_count),
         sparse_block_size,
         bool(skip_io),
+        op.startswith(("load_", "copy_")),  # sglang's names keep its one row stride of both plan tensors
         op,
         stream_handle(stream, top_k_tokens),
     )
@@ -273,6 +275,7 @@ def _replay(op, miss_src, miss_dst, miss_count, num_real_reqs, hosts, devices, h
         item_size_bytes,
         paged,
         bool(skip_io),
+        op.startswith(("load_", "copy_")),  # sglang's names keep its one row stride of both plan tensors
         op,
         stream_handle(stream, miss_src),
     )
@@ -526,3 +529,189 @@ def transfer_cache_dsv4_mla(src_ptrs, dst_ptrs, src_indices, dst_indices, block_
         array_in("dst_indices", dst_indices),
         stream_handle(None, src_indices),
     )
+
+
+# ------------------------------------------------------------------------------------------------------- Coordinator
+
+
+class Coordinator:
+    """The life of requests around the swap: admission, staging to the host, verify windows, acceptance, followers, freeing.
+
+    host_cache, device_buffer: one array a local layer, [Nh, ...] and [Nd, ...]; host_cache_v, device_buffer_v: second pairs (lists with
+    None where a layer has one pair). The coordinator keeps them alive. requests: request slots; hot: hot slots a request (at least
+    top_k); window: most positions of a verify window; tail: ring of tail slots (0: 2 * window); scratch: rows a request for calls that
+    want more than `hot` rows at once; context: most positions of a request; page_size: rows by which host rows are taken and hot slots
+    grow; device_rows, host_rows: size of the pools (0: whole buffers); first_layer: global id of local layer 0; anchor_of: per local layer the
+    global id of the layer whose selection it uses (None: its own).
+
+    A step: ``prepare_verify`` -> per layer ``write`` (or write the returned device rows), ``swap`` at an anchor or ``follow`` at a
+    follower -> ``accept``. CPU arrays only. Errors are raised before anything changes: ValueError for misuse, RuntimeError when a pool
+    has no rows left. Not thread-safe.
+    """
+
+    STATES = ("free", "active", "verifying", "retracted")
+
+    def __init__(
+        self,
+        host_cache,
+        device_buffer,
+        *,
+        requests,
+        hot,
+        window,
+        context,
+        host_cache_v=None,
+        device_buffer_v=None,
+        tail=0,
+        scratch=0,
+        top_k=0,
+        page_size=64,
+        device_rows=0,
+        host_rows=0,
+        layout="linear",
+        first_layer=0,
+        anchor_of=None,
+    ):
+        hosts, devices = _list("host_cache", host_cache, array_in), _list("device_buffer", device_buffer, array_out)
+        if len(hosts) != len(devices):
+            raise ValueError(f"Coordinator: device_buffer: expected {len(hosts)} layers, got {len(devices)}.")
+        for name, x in (("host_cache", host_cache), ("host_cache_v", host_cache_v)):
+            for item in x if isinstance(x, (list, tuple)) else [x]:
+                array_out(name, item)  # backups write it
+        second = [
+            [None if x is None else _tensor(array_out(name, x)) for x in (given or [])]
+            for name, given in (("host_cache_v", host_cache_v), ("device_buffer_v", device_buffer_v))
+        ]
+        first = device_buffer[0] if isinstance(device_buffer, (list, tuple)) else device_buffer
+        self._like, self._requests = first, requests
+        self._columns = hot + (tail or 2 * window)
+        self._handle = function("hisparse_coordinator_new")(
+            hosts, devices, *second, requests, hot, window, tail, scratch, context, top_k, page_size, device_rows, host_rows, _paged(layout),
+            first_layer, list(anchor_of or []),
+        )
+
+    def _call(self, name, *arguments):
+        return function("hisparse_coordinator_" + name)(self._handle, *arguments)
+
+    # admission
+    def can_admit(self, tokens):
+        """Would `admit` of so many positions succeed?"""
+        return bool(self._call("can_admit", tokens))
+
+    def admit(self, request, tokens):
+        """Takes the free request slot with its device rows and host rows for `tokens` positions. Its length is 0."""
+        self._call("admit", request, tokens)
+
+    def reserve(self, request, count):
+        """Host rows for `count` more positions."""
+        self._call("reserve", request, count)
+
+    def stage(self, layer, request, position, rows, rows_v=None):
+        """Writes rows [count, ...] of one layer to the host rows of position, position+1, ...; visible after `append`."""
+        self._call("stage", layer, request, position, array_in("rows", rows), array_in("rows_v", rows_v))
+
+    def append(self, request, count, *, source="staged"):
+        """Commits `count` positions that every layer has staged (source="staged") or that others wrote to the host rows (source="host")."""
+        if source not in ("staged", "host"):
+            raise ValueError(f"Coordinator: source: expected 'staged' or 'host', got {source!r}.")
+        self._call("append", request, count, source == "host")
+
+    def host_row(self, request, position):
+        """Host row of a committed or reserved position."""
+        return int(self._call("host_row", request, position))
+
+    # a step
+    def prepare_verify(self, requests, widths, *, out=None):
+        """Opens a window of widths[i] positions at the end of each request. Returns their device rows [B, max width] int32, -1 beyond a width."""
+        requests, widths = [int(r) for r in requests], [int(w) for w in widths]
+        if out is None:
+            out = empty_like(self._like, (len(requests), max(widths, default=0)), "int32")
+        self._call("prepare_verify", requests, widths, array_out("out", out))
+        return out
+
+    def write(self, layer, request, j, row, row_v=None):
+        """Copies a row into window position j of one layer."""
+        self._call("write", layer, request, j, array_in("row", row), array_in("row_v", row_v))
+
+    def swap(
+        self, layer, top_k_tokens, seq_lens, requests, *, num_real_reqs=None, unique_misses=None, unique_hits=None, skip_io=False, round=0, out=None
+    ):
+        """Swap of an anchor layer: top_k_tokens [B, S, K] or [B, K] int32, seq_lens [B, S] or [B], requests [B] -> device rows (as `swap_in`)."""
+        if out is None:
+            out = empty_like(top_k_tokens, tuple(top_k_tokens.shape), "int32")
+        self._call(
+            "swap", layer, array_in("top_k_tokens", top_k_tokens), array_in("seq_lens", seq_lens), array_in("requests", requests),
+            array_in("num_real_reqs", num_real_reqs), array_out("out", out), array_out("unique_misses", unique_misses),
+            array_out("unique_hits", unique_hits), bool(skip_io), round,
+        )
+        return out
+
+    def follow(self, layer, *, round=0):
+        """The copies of its anchor's swap for a follower layer; the anchor's device rows are then valid in it too."""
+        self._call("follow", layer, round)
+
+    def plan_rounds(self, layer, top_k_tokens, seq_lens, requests, *, out=None):
+        """Cuts the steps into rounds whose positions fit a request's rows at once: (number of rounds, round of each step [B, S] int32)."""
+        if out is None:
+            shape = tuple(top_k_tokens.shape)
+            out = empty_like(top_k_tokens, shape[:2] if len(shape) == 3 else (shape[0], 1), "int32")
+        rounds = self._call(
+            "plan_rounds", layer, array_in("top_k_tokens", top_k_tokens), array_in("seq_lens", seq_lens), array_in("requests", requests),
+            array_out("out", out),
+        )
+        return int(rounds), out
+
+    def accept(self, requests, accepted):
+        """Ends the windows: the first accepted[i] rows are backed up to the host and committed, the others forgotten (0: all rejected)."""
+        self._call("accept", [int(r) for r in requests], [int(a) for a in accepted])
+
+    # end
+    def finish(self, request):
+        """Frees everything of a request."""
+        self._call("finish", request)
+
+    def abort(self, request):
+        """Frees everything of a request in any state, any number of times."""
+        self._call("abort", request)
+
+    def retract(self, request):
+        """Gives the device rows back and keeps the host rows; an open window is lost."""
+        self._call("retract", request)
+
+    def resume(self, request):
+        """Device rows again for a retracted request."""
+        self._call("resume", request)
+
+    # looking
+    def state(self, request):
+        """"free", "active", "verifying" or "retracted"."""
+        return self.STATES[self._call("request", request)[0]]
+
+    def length(self, request):
+        """Committed positions."""
+        return int(self._call("request", request)[1])
+
+    @property
+    def max_length(self):
+        """Most positions that a request may ever have; device rows do not bound it."""
+        return int(self._call("totals")[0])
+
+    @property
+    def free_device_rows(self):
+        return int(self._call("totals")[1])
+
+    @property
+    def free_host_rows(self):
+        return int(self._call("totals")[2])
+
+    def stats(self):
+        """Totals since construction: swaps, unique_hits, unique_misses, unserved, bytes_to_device, bytes_to_host."""
+        names = ("swaps", "unique_hits", "unique_misses", "unserved", "bytes_to_device", "bytes_to_host")
+        return dict(zip(names, (int(n) for n in list(self._call("totals"))[3:])))
+
+    def tables(self, layer):
+        """Copies of (slot_tokens, slot_locs) [R, H+P] of the layer's group: which position each slot holds, and its device row."""
+        shape = (self._requests, self._columns)
+        out = (empty_like(self._like, shape, "int32"), empty_like(self._like, shape, "int32"))
+        self._call("tables", layer, *out)
+        return out

@@ -204,7 +204,6 @@ SwapInArgs check(const SwapInParams& p) {
              {{"top_k_tokens", &p.top_k_tokens}, {"seq_lens", &p.seq_lens}, {"req_pool_indices", &p.req_pool_indices}});
   plan_together(p.plan);
   plan_shape(check, p.plan, B, S * K);
-  if (strides_differ(p.plan)) throw_value("miss_src/miss_dst row strides must match.");
   a.plan = plan_args(check, p.plan);
   for (const auto& [name, t] : {std::pair{"unique_misses", &p.unique_misses}, std::pair{"unique_hits", &p.unique_hits}})
     check.arg(name, *t).dtype(DType::kInt32).shape({Dim::at_least(B, "B")}).same_device().no_self_overlap();
@@ -384,7 +383,7 @@ SwapInSingleArgs check(const SwapInSingleParams& p) {
   check.arg("lru_slots", p.lru_slots).shape({Dim::any("R"), Dim(H)}).same_device().no_self_overlap();
   plan_together(p.plan);
   plan_shape(check, p.plan, B, K);
-  if (strides_differ(p.plan)) throw_value(std::string("load_cache_to_device_buffer: miss_src/miss_dst row strides differ"));
+  if (p.one_plan_stride && strides_differ(p.plan)) throw_value("load_cache_to_device_buffer: miss_src/miss_dst row strides differ");
   check.arg("device_buffer_tokens", p.device_buffer_tokens)
       .required()
       .dtype(DType::kInt32)
@@ -437,7 +436,8 @@ ReplayPlanArgs check(const ReplayPlanParams& p, std::vector<CopyArgs>& followers
   check.arg("miss_src", p.miss_src).ndim(2).same_device();
   check.arg("miss_dst", p.miss_dst).ndim(2).same_device();
   check.arg("miss_count", p.miss_count).ndim(1).same_device();
-  if (p.miss_src.strides[0] != p.miss_dst.strides[0]) throw_runtime("copy_cache_planned: miss_src/miss_dst row strides differ");
+  if (p.one_plan_stride && p.miss_src.strides[0] != p.miss_dst.strides[0])
+    throw_runtime("copy_cache_planned: miss_src/miss_dst row strides differ");
   ReplayPlanArgs a{};
   a.op = p.op;
   a.num_real = num_real(check, p.num_real_reqs);

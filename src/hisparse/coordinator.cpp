@@ -332,6 +332,23 @@ void Coordinator::stage(std::int64_t layer, std::int64_t request, std::int64_t p
   m.stats.bytes_to_host += count * m.rows[at(l)].pairs * m.rows[at(l)].item_bytes;
 }
 
+void Coordinator::stage(std::int64_t layer, std::int64_t request, std::int64_t position, const TensorView& rows, const TensorView& rows_v) {
+  const Impl& m = *impl_;
+  core::Checker check("Coordinator");
+  const std::int64_t item = m.rows[at(m.local(layer))].item_bytes;
+  for (const auto& [name, t] : {std::pair{"rows", &rows}, std::pair{"rows_v", &rows_v}}) {
+    if (!t->given()) continue;
+    check.require(t->ndim >= 1 && t->device.type == DeviceType::kCpu, name, "a CPU tensor [count, ...]", shape_text(*t));
+    check.require(t->sizes[0] == 0 || t->numel() / t->sizes[0] * size_of(t->dtype) == item, name, fmt::format("rows of {} bytes", item),
+                  "shape " + shape_text(*t));
+    check.require(t->sizes[0] == rows.sizes[0], name, fmt::format("{} rows", rows.sizes[0]), shape_text(*t));
+    check.arg(name, *t).inner_contiguous(t->ndim - 1);
+  }
+  check.arg("rows", rows).required();
+  stage(layer, request, position, rows.sizes[0], rows.data, rows.strides[0] * size_of(rows.dtype), rows_v.given() ? rows_v.data : nullptr,
+        rows_v.given() ? rows_v.strides[0] * size_of(rows_v.dtype) : 0);
+}
+
 void Coordinator::append(std::int64_t request, std::int64_t count, Source source) {
   Impl& m = *impl_;
   Request& q = m.in_state(request, {RequestState::kActive});
@@ -417,6 +434,20 @@ void Coordinator::write(std::int64_t layer, std::int64_t request, std::int64_t j
   m.second_pair(l, row_v, "row_v");
   const void* const from[2] = {row, row_v};
   for (int i = 0; i < m.rows[at(l)].pairs; ++i) cpu::unpack_row(from[i], m.device_spans(l, i, where));
+}
+
+void Coordinator::write(std::int64_t layer, std::int64_t request, std::int64_t j, const TensorView& row, const TensorView& row_v) {
+  const Impl& m = *impl_;
+  core::Checker check("Coordinator");
+  const std::int64_t item = m.rows[at(m.local(layer))].item_bytes;
+  for (const auto& [name, t] : {std::pair{"row", &row}, std::pair{"row_v", &row_v}}) {
+    if (!t->given()) continue;
+    check.require(t->device.type == DeviceType::kCpu && t->numel() * size_of(t->dtype) == item, name, fmt::format("{} bytes", item),
+                  "shape " + shape_text(*t));
+    check.arg(name, *t).inner_contiguous(t->ndim);
+  }
+  check.arg("row", row).required();
+  write(layer, request, j, row.data, row_v.given() ? row_v.data : nullptr);
 }
 
 namespace {
