@@ -196,6 +196,7 @@ void spec(Report& report, const Case& c, i64 variants) {
   x.scratch_state = ints(scratch_state, {B + 1, columns});
   x.num_real_reqs = ints(w.real, {1});
   x.plan = p.plan;
+  x.limits = SpecSwapParams::Limits::kNone;
   const auto sglang_state = [&] {
     x.top_k_tokens = ints(w.tokens[at(call++ % variants)], {B, S, K});
     swap_in_spec(x);

@@ -62,9 +62,9 @@ TensorView::TensorView(void* data_, DType dtype_, std::initializer_list<std::int
 }
 
 bool TensorView::inner_contiguous(int dims) const noexcept {
+  if (numel() == 0) return true;  // no element, no stride (NumPy exports 0 strides then)
   std::int64_t step = 1;
   for (int i = ndim - 1; i >= 0 && i >= ndim - dims; --i) {
-    if (sizes[i] == 0) return true;
     if (sizes[i] != 1 && strides[i] != step) return false;
     step *= sizes[i];
   }

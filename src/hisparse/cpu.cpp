@@ -107,7 +107,7 @@ std::vector<RowPlan>& row_plans(std::int64_t n) {
 }
 struct Scratchpad {
   TokenMap hot, tail, misses;
-  std::vector<std::uint32_t> keys, order;
+  std::vector<std::uint32_t> keys;
   std::vector<std::int32_t> lru, free_slots, slots, state;
 };
 Scratchpad& scratchpad() {
@@ -160,27 +160,33 @@ void move_row(const CopyArgs& c, std::int64_t src, std::int64_t dst) {
     copy_row(row_spans(c.host[i], c.paged, c.item_bytes, src), row_spans(c.device[i], c.paged, c.item_bytes, dst));
 }
 
-/// Touches the first lines of a host row that is wanted soon: the rows are scattered, no hardware prefetcher sees them coming.
-void prefetch_row(const CopyArgs& c, std::int64_t src) {
-  for (int i = 0; i < c.pairs; ++i) {
-    const std::byte* p = c.host[i].base + (c.paged ? layout::paged_value_offset(src) : layout::linear_offset(src, c.host[i].pitch));
-    const std::int64_t bytes = std::min<std::int64_t>(c.item_bytes, 640);
-    for (std::int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(p + at);
-  }
-}
-
 struct Move {
   std::int64_t src, dst;
 };
 
+/// Rows of one linear pair. The host rows are scattered and no hardware prefetcher sees them coming, so each one is asked for eight rows
+/// before its turn.
+void move_linear(const RowBuffer& host, const RowBuffer& device, std::int64_t bytes, const Move* moves, std::int64_t n) {
+  constexpr std::int64_t kAhead = 8, kLine = 64;
+  const std::int64_t lines = std::min<std::int64_t>(bytes, 16 * kLine);
+  for (std::int64_t i = 0; i < n; ++i) {
+    if (i + kAhead < n) {
+      const std::byte* soon = host.base + layout::linear_offset(moves[i + kAhead].src, host.pitch);
+      for (std::int64_t at = 0; at < lines; at += kLine) __builtin_prefetch(soon + at);
+    }
+    std::memcpy(device.base + layout::linear_offset(moves[i].dst, device.pitch),
+                host.base + layout::linear_offset(moves[i].src, host.pitch), static_cast<std::size_t>(bytes));
+  }
+}
+
 void move_all(const CopyArgs& c, const std::vector<Move>& moves) {
   const std::int64_t grain = std::max<std::int64_t>(1, 65536 / std::max<std::int64_t>(1, c.item_bytes * c.pairs));
   parallel_for(static_cast<std::int64_t>(moves.size()), grain, [&](std::int64_t begin, std::int64_t end) {
-    constexpr std::int64_t kAhead = 3;
-    for (std::int64_t i = begin; i < end; ++i) {
-      if (i + kAhead < end) prefetch_row(c, moves[static_cast<std::size_t>(i + kAhead)].src);
-      move_row(c, moves[static_cast<std::size_t>(i)].src, moves[static_cast<std::size_t>(i)].dst);
-    }
+    if (c.paged)
+      for (std::int64_t i = begin; i < end; ++i)
+        move_row(c, moves[static_cast<std::size_t>(i)].src, moves[static_cast<std::size_t>(i)].dst);
+    else
+      for (int i = 0; i < c.pairs; ++i) move_linear(c.host[i], c.device[i], c.item_bytes, moves.data() + begin, end - begin);
   });
 }
 
@@ -197,18 +203,30 @@ void move_misses(const CopyArgs& c, const std::vector<RowPlan>& plans, std::int6
 
 // ------------------------------------------------------------------------------------------- resolve of several steps
 
+/// Calls f(pointer, stride) with the stride as a constant where it is 1, so that the loop inside can be vectorised.
+template <class T, class F>
+void unit_or_strided(const Strided1<T>& v, F&& f) {
+  if (v.s0 == 1)
+    f(v.data, std::integral_constant<std::int64_t, 1>{});
+  else
+    f(v.data, v.s0);
+}
+
 /// Resolves all occurrences of batch row b. `find_hot(token)` gives the hot slot that holds a token, or -1.
 template <class FindHot>
 void resolve(const SwapCommon& x, std::int64_t b, RowPlan& p, FindHot&& find_hot) {
   const std::int64_t r = p.request;
   const Strided1<std::int32_t> tokens = x.slot_tokens.row(r), locs = x.slot_locs.row(r);
   const std::int64_t device_rows = x.copy.device_rows(), host_rows = x.copy.host_rows();
-  for (std::int64_t s = 0; s < x.hot + x.tail; ++s)
+  std::int32_t largest = -1;
+  unit_or_strided(locs, [&](const std::int32_t* v, auto step) {
+    for (std::int64_t s = 0; s < x.hot + x.tail; ++s) largest = std::max(largest, v[s * step]);
+  });
+  for (std::int64_t s = 0; largest >= device_rows; ++s)
     if (locs(s) >= device_rows) {
       p.error = refusal(x.op, x.locs_name, fmt::format("device rows below {}", device_rows), fmt::format("{} at [{}, {}]", locs(s), r, s));
       return;
     }
-
   for (std::int64_t c = 0; c < x.scratch; ++c)
     if (x.scratch_locs(r, c) >= device_rows) {
       p.error = refusal(x.op, x.scratch_name, fmt::format("device rows below {}", device_rows),
@@ -223,20 +241,24 @@ void resolve(const SwapCommon& x, std::int64_t b, RowPlan& p, FindHot&& find_hot
   for (std::int64_t s = x.hot; s < x.hot + x.tail; ++s)
     if (tokens(s) >= 0 && locs(s) >= 0) pad.tail.put(tokens(s), static_cast<std::int32_t>(s), fresh);
 
-  pad.misses.reset(std::min(x.steps * x.top_k, x.context));
+  const std::int64_t occurrences = x.steps * x.top_k;
+  pad.misses.reset(std::min(occurrences, x.context));
   pad.slots.assign(static_cast<std::size_t>(x.tail), 0);
-  p.answer.reserve(static_cast<std::size_t>(x.steps * x.top_k));
+  p.answer.resize(static_cast<std::size_t>(occurrences));
+  p.hit_slot.resize(static_cast<std::size_t>(std::min(x.hot, occurrences) + 1));
+  std::int32_t *answer = p.answer.data(), *hit_slot = p.hit_slot.data();
+  std::uint8_t* const hit = p.hit.data();
+  std::int64_t hits = 0;
   for (std::int64_t s = 0; s < x.steps; ++s) {
-    const std::int64_t seq = x.seq_lens(b, s);
-    for (std::int64_t k = 0; k < x.top_k; ++k) {
-      const std::int32_t t = x.tokens(b, s, k);
-      if (t < 0 || t >= seq) {
-        p.answer.push_back(-1);
-        continue;
-      }
-      if (in_tail > 0 && t >= seq - x.tail) {
+    const std::int64_t seq = x.seq_lens(b, s), tail_start = in_tail > 0 ? seq - x.tail : std::numeric_limits<std::int64_t>::max();
+    const Strided1<const std::int32_t> wanted{&x.tokens(b, s, 0), x.tokens.s2};
+    for (std::int64_t k = 0; k < x.top_k; ++k, ++answer) {
+      const std::int32_t t = wanted(k);
+      *answer = -1;
+      if (t < 0 || t >= seq) continue;
+      if (t >= tail_start) {
         if (const std::int32_t* column = pad.tail.find(t)) {
-          p.answer.push_back(locs(*column));
+          *answer = locs(*column);
           std::int32_t& seen = pad.slots[static_cast<std::size_t>(*column - x.hot)];
           p.tail_hits += seen == 0;
           seen = 1;
@@ -244,18 +266,14 @@ void resolve(const SwapCommon& x, std::int64_t b, RowPlan& p, FindHot&& find_hot
         }
       }
       if (const std::int64_t slot = find_hot(t); slot >= 0) {
-        p.answer.push_back(std::max(locs(slot), -1));
-        if (!p.hit[static_cast<std::size_t>(slot)]) {
-          p.hit[static_cast<std::size_t>(slot)] = 1;
-          p.hit_slot.push_back(static_cast<std::int32_t>(slot));
-        }
+        *answer = std::max(locs(slot), -1);
+        hit_slot[hits] = static_cast<std::int32_t>(slot);  // kept if it is the first hit: no branch, they come at random
+        hits += hit[slot] == 0;
+        hit[slot] = 1;
         continue;
       }
       const std::int64_t src = t < x.context ? x.host_locs(r, t) : -1;
-      if (src < 0) {
-        p.answer.push_back(-1);
-        continue;
-      }
+      if (src < 0) continue;
       if (src >= host_rows) {
         p.error = refusal(x.op, "host_cache_locs", fmt::format("host rows below {}", host_rows), fmt::format("{} at [{}, {}]", src, r, t));
         return;
@@ -265,29 +283,39 @@ void resolve(const SwapCommon& x, std::int64_t b, RowPlan& p, FindHot&& find_hot
         p.miss_token.push_back(t);
         p.miss_src.push_back(src);
       }
-      p.answer.push_back(-2 - u);
+      *answer = -2 - u;
     }
   }
+  p.hit_slot.resize(static_cast<std::size_t>(hits));
 }
 
 constexpr std::uint32_t kTaken = std::numeric_limits<std::uint32_t>::max();
 
-/// The n slots with the smallest keys, ties by the ring position counted from `origin`, listed in ring order. Slots with the key kTaken
-/// are out. This is the whole replacement policy; an exact selection, so that every backend finds the same victims.
-void oldest_slots(const std::vector<std::uint32_t>& keys, std::int64_t n, std::int64_t origin, std::vector<std::uint32_t>& work,
+/// The n slots (1 <= n <= those not kTaken) with the smallest keys in [low, high], ties by the ring position counted from `origin`, listed in
+/// ring order. This is the whole replacement policy: an exact selection by histograms, so that every backend finds the same victims.
+void oldest_slots(const std::vector<std::uint32_t>& keys, std::uint32_t low, std::uint32_t high, std::int64_t n, std::int64_t origin,
                   std::vector<std::int32_t>& out) {
-  out.clear();
-  if (n == 0) return;
-  work = keys;
-  std::nth_element(work.begin(), work.begin() + (n - 1), work.end());
-  const std::uint32_t limit = work[static_cast<std::size_t>(n - 1)];
-  std::int64_t ties = n - std::count_if(work.begin(), work.begin() + n, [&](std::uint32_t k) { return k < limit; });
-  const auto hot = static_cast<std::int64_t>(keys.size());
-  for (std::int64_t i = 0; i < hot; ++i) {
-    const std::int64_t slot = origin + i < hot ? origin + i : origin + i - hot;
-    const std::uint32_t key = keys[static_cast<std::size_t>(slot)];
-    if (key < limit || (key == limit && ties-- > 0)) out.push_back(static_cast<std::int32_t>(slot));
+  for (int shift = 1; shift > 0;) {  // narrow [low, high] down to the n-th smallest key; n becomes its rank among equals
+    constexpr int kBits = 11;
+    std::int32_t histogram[1 << kBits] = {};
+    const std::uint32_t range = high - low;
+    shift = std::max(0, static_cast<int>(std::bit_width(range)) - kBits);
+    for (const std::uint32_t key : keys)
+      if (key - low <= range) ++histogram[(key - low) >> shift];
+    std::uint32_t bucket = 0;
+    for (; histogram[bucket] < n; ++bucket) n -= histogram[bucket];
+    low += bucket << shift;
+    high = low + std::min(high - low, (std::uint32_t{1} << shift) - 1);
   }
+  const auto hot = static_cast<std::int64_t>(keys.size());
+  const auto take = [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t slot = first; slot < last; ++slot) {
+      const std::uint32_t key = keys[static_cast<std::size_t>(slot)];
+      if (key < low || (key == low && n-- > 0)) out.push_back(static_cast<std::int32_t>(slot));
+    }
+  };
+  take(origin, hot);
+  take(0, origin);
 }
 
 /// Gives the misses their rows: victims in order, then scratch rows. `key(slot)` orders the hot slots that may be taken.
@@ -299,12 +327,16 @@ void assign(const SwapCommon& x, RowPlan& p, std::int64_t origin, Key&& key) {
   pad.keys.resize(static_cast<std::size_t>(x.hot));
   const Strided1<std::int32_t> locs = x.slot_locs.row(p.request);
   std::int64_t eligible = 0;
+  std::uint32_t low = kTaken, high = 0;
   for (std::int64_t s = 0; s < x.hot; ++s) {
     const bool free = !p.hit[static_cast<std::size_t>(s)] && locs(s) >= 0;
-    pad.keys[static_cast<std::size_t>(s)] = free ? key(s) : kTaken;
+    const std::uint32_t k = free ? key(s) : kTaken;
+    pad.keys[static_cast<std::size_t>(s)] = k;
+    low = std::min(low, k);
+    high = std::max(high, free ? k : 0);
     eligible += free;
   }
-  oldest_slots(pad.keys, std::min(misses, eligible), origin, pad.order, p.miss_slot);
+  if (eligible > 0) oldest_slots(pad.keys, low, high, std::min(misses, eligible), origin, p.miss_slot);
   for (const std::int32_t slot : p.miss_slot) p.miss_dst.push_back(locs(slot));
   for (std::int64_t c = 0; c < x.scratch && p.served() < misses; ++c)
     if (x.scratch_locs(p.request, c) >= 0) {
@@ -324,13 +356,16 @@ void publish_plan(const PlanArgs& plan, std::int64_t b, const RowPlan& p) {
 
 /// Outputs and plan of a real row.
 void publish(const SwapCommon& x, std::int64_t b, const RowPlan& p) {
-  std::size_t i = 0;
-  for (std::int64_t s = 0; s < x.steps; ++s)
-    for (std::int64_t k = 0; k < x.top_k; ++k) {
-      std::int32_t loc = p.answer[i++];
-      if (loc <= -2) loc = -2 - loc < p.served() ? p.miss_dst[static_cast<std::size_t>(-2 - loc)] : -1;
-      x.out(b, s, k) = loc;
-    }
+  const std::int32_t *answer = p.answer.data(), *miss_dst = p.miss_dst.data();
+  const std::int64_t served = p.served();
+  for (std::int64_t s = 0; s < x.steps; ++s) {
+    unit_or_strided(Strided1<std::int32_t>{&x.out(b, s, 0), x.out.s2}, [&](std::int32_t* out, auto step) {
+      for (std::int64_t k = 0; k < x.top_k; ++k) {
+        const std::int32_t loc = *answer++;
+        out[k * step] = loc >= -1 ? loc : -2 - loc < served ? miss_dst[-2 - loc] : -1;
+      }
+    });
+  }
   publish_plan(x.plan, b, p);
 }
 
@@ -358,11 +393,18 @@ void run(const SwapInArgs& x, Stream) {
       return;
     }
     const Strided1<std::int32_t> tokens = x.slot_tokens.row(r), stamps = x.stamps.row(r);
-    resolve(x, b, p, [&](std::int32_t t) -> std::int64_t {
-      if (t >= x.context) return -1;
-      const std::int64_t slot = x.token_slots(r, t);  // a hint: the slot itself must confirm it
-      return slot >= 0 && slot < x.hot && tokens(slot) == t ? slot : -1;
-    });
+    const auto resolve_by = [&](const auto* hints) {
+      hints += r * x.token_slots.s0;
+      resolve(x, b, p, [&x, hints, tokens](std::int32_t t) -> std::int64_t {
+        if (t >= x.context) return -1;
+        const std::int64_t slot = hints[t * x.token_slots.s1];  // the slot itself must confirm it
+        return slot >= 0 && slot < x.hot && tokens(slot) == t ? slot : -1;
+      });
+    };
+    if (x.token_slots.bytes == 2)
+      resolve_by(static_cast<const std::int16_t*>(x.token_slots.data));
+    else
+      resolve_by(static_cast<const std::int32_t*>(x.token_slots.data));
     if (!p.error.empty()) return;
     const bool restart = x.clock(r) == layout::kMaxClock;
     assign(x, p, 0, [&](std::int64_t s) {

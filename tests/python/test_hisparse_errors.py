@@ -150,13 +150,14 @@ def test_spec_ids_inside_the_tables():
     refused(SPEC, a, SPEC_OP + f"host_cache_locs: expected host rows below {rows}, got {rows} at [{r}, {away}].")
 
 
-def test_spec_wild_ids_of_padded_rows_and_hits_do_not_matter():
+@pytest.mark.parametrize("host_row", [2**60, -1, -(2**60)])
+def test_spec_wild_ids_of_padded_rows_and_hits_do_not_matter(host_row):
     a = spec_arguments()
     a["num_real_reqs"] = np.array([1], np.int32)
     a["req_pool_indices"][1] = 10**12
     r = int(a["req_pool_indices"][0])
     held = a["device_buffer_tokens"][r, :8]
-    a["host_cache_locs"][r, held[held >= 0]] = 2**60  # resident: the host row is not looked at
+    a["host_cache_locs"][r, held[held >= 0]] = host_row  # resident: the host row is not looked at
     a["top_k_tokens"][0] = held[held >= 0][0]
     SPEC(**a)
     assert (a["top_k_device_locs"][0] == a["device_buffer_locs"][r, np.flatnonzero(held == a["top_k_tokens"][0, 0, 0])[0]]).all()
