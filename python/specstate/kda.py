@@ -41,6 +41,11 @@ def _step(in_place, x_q, x_k, x_v, w_q, w_k, w_v, cs_q, cs_k, cs_v, g, beta, A_l
     )  # fmt: skip
 
 
+def _result(out, like):
+    """`out`, or a new array like `like`; where that is missing the check of the call says so."""
+    return empty_like(like, tuple(like.shape)) if out is None and like is not None else out
+
+
 def verify(x_q, x_k, x_v, g, beta, A_log, dt_bias, state, slots, cu_seqlens=None, *, w_q=None, w_k=None, w_v=None, cs_q=None, cs_k=None,
            cs_v=None, rings=None, snapshots=None, conv_q=None, conv_k=None, conv_v=None, rows=None, parents=None, onorm_gate=None,
            onorm_weight=None, onorm_eps=None, lower_bound=None, softplus_beta=1.0, softplus_threshold=20.0, scale=None, l2norm=True,
@@ -63,8 +68,7 @@ def verify(x_q, x_k, x_v, g, beta, A_log, dt_bias, state, slots, cu_seqlens=None
 
     Returns out [T, HV, V] act. Raises ValueError naming the argument; nothing is written then.
     """
-    if out is None:
-        out = empty_like(x_v, tuple(x_v.shape))
+    out = _result(out, x_v)
     ring = (None,) * 4 if rings is None else rings
     function("kda_verify")(
         *_step(False, x_q, x_k, x_v, w_q, w_k, w_v, cs_q, cs_k, cs_v, g, beta, A_log, dt_bias,
@@ -85,8 +89,7 @@ def decode(x_q, x_k, x_v, g, beta, A_log, dt_bias, state, slots, cu_seqlens=None
 
     Arguments as in `verify`. Returns out [T, HV, V].
     """
-    if out is None:
-        out = empty_like(x_v, tuple(x_v.shape))
+    out = _result(out, x_v)
     function("kda_decode")(
         *_step(True, x_q, x_k, x_v, w_q, w_k, w_v, cs_q, cs_k, cs_v, g, beta, A_log, dt_bias, state, slots, cu_seqlens, onorm_gate,
                onorm_weight, onorm_eps, out, lower_bound, softplus_beta, softplus_threshold, scale, l2norm, round_before_norm,
@@ -165,8 +168,7 @@ def fused_kda_decode_mtp_dspark(*, x_q, x_k, x_v, w_q, w_k, w_v, cs_q, cs_k, cs_
 
     Returns out [1, T, H, 128] of x_v's dtype. A request shorter than T/N writes only its own tokens' entries.
     """
-    if out is None and x_v is not None:
-        out = empty_like(x_v, tuple(x_v.shape))
+    out = _result(out, x_v)
     rings = (("replayssm_rawv", replayssm_rawv), ("replayssm_rawk", replayssm_rawk), ("replayssm_g", replayssm_g),
              ("replayssm_beta", replayssm_beta))  # fmt: skip
     in_rings = all(x is not None for _, x in rings)
@@ -222,8 +224,7 @@ def fused_sigmoid_gating_delta_rule_update(A_log, a, dt_bias, softplus_beta, sof
     into the replayssm_* rings. cache_steps and match_cutedsl_decode change nothing here: the buffer's shape says the first, and there
     is one arithmetic. Returns [B, T, HV, V] in v's dtype.
     """
-    if out is None:
-        out = empty_like(v, tuple(v.shape))
+    out = _result(out, v)
     state = array_in if disable_state_update else array_out
     function("kda_gating_update")(
         array_in("A_log", A_log), array_in("a", a), array_in("dt_bias", dt_bias), softplus_beta, softplus_threshold,
@@ -266,8 +267,7 @@ def cutedsl_fused_sigmoid_gating_kda_update(A_log, dt_bias, q, k, v, a, b, initi
     shape, slot = tuple(initial_state_source.shape), h_v * d_v * d_k
     if not (shape[1:] == (h_v, d_v, d_k) if len(shape) == 4 else len(shape) == 1 and shape[0] % slot == 0):
         raise ValueError(f"Unexpected initial_state_source shape: {initial_state_source.shape}")
-    if out is None:
-        out = empty_like(v, tuple(v.shape))
+    out = _result(out, v)
     function("kda_gating_update")(
         array_in("A_log", A_log), array_in("a", a), array_in("dt_bias", dt_bias), softplus_beta, softplus_threshold,
         array_in("q", q), array_in("k", k), array_in("v", v), array_in("b", b),

@@ -11,6 +11,7 @@
 #include "hwy/highway.h"
 //
 #include "cpu/vector-inl.hpp"
+#include "hwy/cache_control.h"
 #include "hwy/contrib/math/math-inl.h"
 //
 #include <algorithm>
@@ -29,12 +30,14 @@ namespace specstate::kda::cpu {
 
 constexpr std::int64_t kBlock = 16;  // tokens of a chain that one walk over the state serves
 constexpr std::int64_t kRows = 8;    // value rows that stay in L1: two groups of 4, so that one's sums overlap the other's multiplies
+constexpr std::int64_t kStreamBytes = std::int64_t{4} << 20;  // of snapshots: more than stay in a core's cache until they are committed
 
 /// What every item of a call needs, and how much scratch.
 struct Plan {
   std::int64_t block;   // most tokens of one walk
   bool blocks, tree;    // some request takes several walks; trees keep one state a node
   std::int64_t floats;  // of scratch
+  bool stream = false;  // see Walk
 };
 
 }  // namespace specstate::kda::cpu
@@ -79,9 +82,9 @@ HWY_INLINE V round_bf16(V x) {
 
 using D16 = hn::Rebind<std::uint16_t, D>;
 
-HWY_INLINE V load_bf16(const std::uint16_t* from) {
+HWY_INLINE V from_bf16(hn::Vec<D16> x) {
   const hn::RebindToUnsigned<D> du;
-  return hn::BitCast(D(), hn::ShiftLeft<16>(hn::PromoteTo(du, hn::LoadU(D16(), from))));
+  return hn::BitCast(D(), hn::ShiftLeft<16>(hn::PromoteTo(du, x)));
 }
 HWY_INLINE hn::Vec<D16> to_bf16(V x) {
   const hn::RebindToUnsigned<D> du;
@@ -95,7 +98,7 @@ void read_row(const char* from, bool bf16, std::int64_t n, float* HWY_RESTRICT t
     return;
   }
   const auto* p = reinterpret_cast<const std::uint16_t*>(from);
-  for (std::int64_t c = 0; c < n; c += kWidth) hn::StoreU(load_bf16(p + c), D(), to + c);
+  for (std::int64_t c = 0; c < n; c += kWidth) hn::StoreU(from_bf16(hn::LoadU(D16(), p + c)), D(), to + c);
 }
 void write_row(const float* HWY_RESTRICT from, std::int64_t n, char* to, bool bf16) {
   if (!bf16) {
@@ -110,6 +113,21 @@ void write_row(const float* HWY_RESTRICT from, std::int64_t n, char* to, bool bf
 void read_window(const Array& a, std::int64_t offset, std::int64_t channel, std::int64_t tap, std::int64_t n, float* HWY_RESTRICT rows) {
   if (channel == 1) {
     for (int t = 0; t < 3; ++t) read_row(address(a, offset + t * tap), a.bf16, n, rows + t * n);
+    return;
+  }
+  if (channel == 3 && tap == 1) {
+    const D d;
+    for (std::int64_t c = 0; c < n; c += kWidth) {
+      V x[3];
+      if (a.bf16) {
+        hn::Vec<D16> y[3];
+        hn::LoadInterleaved3(D16(), reinterpret_cast<const std::uint16_t*>(address(a, offset + 3 * c)), y[0], y[1], y[2]);
+        for (int t = 0; t < 3; ++t) x[t] = from_bf16(y[t]);
+      } else {
+        hn::LoadInterleaved3(d, reinterpret_cast<const float*>(address(a, offset + 3 * c)), x[0], x[1], x[2]);
+      }
+      for (int t = 0; t < 3; ++t) hn::StoreU(x[t], d, rows + t * n + c);
+    }
     return;
   }
   for (std::int64_t c = 0; c < n; ++c)
@@ -226,6 +244,7 @@ struct Walk {
   bool round;              // a bfloat16 pool: the state is rounded after every token
   Place from;              // the state before the first token; none: zeros
   Place snapshots;         // of token 0, or none
+  bool stream;             // snapshots past the caches: there are more of them than these hold
   std::int64_t snapshot_pitch;  // bytes from one token's snapshot to the next
   Place track;             // where the state after token track_step goes, or none
   std::int64_t track_step;
@@ -267,21 +286,34 @@ HWY_INLINE void step(const Walk& w, const float* from, float* to, const float* k
   if constexpr (kOut) sums4(d, rs, r);
 }
 
-/// The completed state after a token, kRows value rows: S + u k, stored.
-HWY_INLINE void complete(const Walk& w, const float* from, const float* u, const float* k, Place to, std::int64_t v0) {
+/// Past the caches to memory; `to` is a multiple of 16 bytes.
+HWY_INLINE void stream_row(const float* HWY_RESTRICT from, std::int64_t n, float* HWY_RESTRICT to) {
   const D d;
-  for (std::int64_t row = 0; row < kRows; ++row) {
-    const V ur = hn::Set(d, u[row]);
-    const float* s = from + row * w.K;
-    char* out = to.row(v0 + row, w.K);
+  const D4 d4;
+  if (reinterpret_cast<std::uintptr_t>(to) % (sizeof(float) * kWidth) == 0) {
+    for (std::int64_t c = 0; c < n; c += kWidth) hn::Stream(hn::LoadU(d, from + c), d, to + c);
+  } else {
+    for (std::int64_t c = 0; c < n; c += static_cast<std::int64_t>(hn::MaxLanes(d4))) hn::Stream(hn::LoadU(d4, from + c), d4, to + c);
+  }
+}
+
+/// The completed state after a token, kRows value rows: S + u k, stored.
+HWY_INLINE void complete(const Walk& w, const float* from, const float* u, const float* k, Place to, std::int64_t v0, bool stream = false) {
+  const D d;
+  float row[128];
+  for (std::int64_t i = 0; i < kRows; ++i) {
+    const V ui = hn::Set(d, u[i]);
+    const float* s = from + i * w.K;
     for (std::int64_t c = 0; c < w.K; c += kWidth) {
-      V x = hn::MulAdd(ur, hn::LoadU(d, k + c), hn::LoadU(d, s + c));
+      V x = hn::MulAdd(ui, hn::LoadU(d, k + c), hn::LoadU(d, s + c));
       if (w.round) x = round_bf16(x);
-      if (to.bf16)
-        hn::StoreU(to_bf16(x), D16(), reinterpret_cast<std::uint16_t*>(out) + c);
-      else
-        hn::StoreU(x, d, reinterpret_cast<float*>(out) + c);
+      hn::StoreU(x, d, row + c);
     }
+    char* out = to.row(v0 + i, w.K);
+    if (stream)
+      stream_row(row, w.K, reinterpret_cast<float*>(out));
+    else
+      write_row(row, w.K, out, to.bf16);
   }
 }
 
@@ -299,6 +331,8 @@ void recur(const Walk& w, const Tokens& x) {
       read_row(w.from.row(v0, K), true, kRows * K, w.small);
     else
       start = reinterpret_cast<const float*>(w.from.row(v0, K));
+    if (w.from && v0 + kRows < w.V)  // the next rows come from memory while these are worked on
+      for (const char *line = w.from.row(v0 + kRows, K), *end = w.from.row(v0 + 2 * kRows, K); line < end; line += 64) hwy::Prefetch(line);
     // A tree's first node must not overwrite the start that other roots read: node i lives in place i + 1.
     float* const nodes = x.parent ? w.small + kRows * K : w.small;
     const std::int64_t node_pitch = x.parent ? kRows * K : 0;
@@ -322,7 +356,7 @@ void recur(const Walk& w, const Tokens& x) {
         }
       }
       const float* const u = x.u + i * kRows;
-      if (w.snapshots) complete(w, to, u, x.k + i * K, {w.snapshots.data + i * w.snapshot_pitch, w.snapshots.bf16}, v0);
+      if (w.snapshots) complete(w, to, u, x.k + i * K, {w.snapshots.data + i * w.snapshot_pitch, w.snapshots.bf16}, v0, w.stream);
       if (w.track && i == w.track_step) complete(w, to, u, x.k + i * K, w.track, v0);
     }
     if (w.last) complete(w, nodes + (x.n - 1) * node_pitch, x.u + (x.n - 1) * kRows, x.k + (x.n - 1) * K, w.last, v0);
@@ -519,6 +553,7 @@ void verify_item(const VerifyArgs& a, const Plan& plan, const Request& r, std::i
       if (a.snapshots && r.row >= 0) {
         w.snapshots = place_at(a.snapshots, at(a.snapshots, r.row, first, hv));
         w.snapshot_pitch = a.snapshots.stride[1] * (a.snapshots.bf16 ? 2 : 4);
+        w.stream = plan.stream && reinterpret_cast<std::uintptr_t>(w.snapshots.data) % 16 == 0 && w.snapshot_pitch % 16 == 0;
       }
       if (!end)
         w.last = {reinterpret_cast<char*>(kept), false};
@@ -538,6 +573,7 @@ void verify_items(const VerifyArgs& a, const Plan& plan, std::int64_t begin, std
     const Request& r = a.requests[static_cast<std::size_t>(item / a.H)];
     if (r.tokens > 0 && (r.slot >= 0 || a.null_from_zero)) verify_item(a, plan, r, item % a.H, scratch);
   }
+  if (plan.stream) hwy::FlushStream();
 }
 
 /// Item = (layer, request, key head).
@@ -638,7 +674,8 @@ void run(const VerifyArgs& a, Stream) {
   }
   clear(a.tokens_end, a.T - a.tokens_end);
   if (longest == 0) return;
-  const Plan plan = plan_of(longest, !a.parents.empty(), a.K, a.V, a.HV / a.H);
+  Plan plan = plan_of(longest, !a.parents.empty(), a.K, a.V, a.HV / a.H);
+  plan.stream = a.snapshots && !a.snapshots.bf16 && a.tokens_end * a.HV * a.V * a.K * 4 > kStreamBytes;
   specstate::cpu::parallel_for(static_cast<std::int64_t>(a.requests.size()) * a.H, 1, [&](std::int64_t begin, std::int64_t end) {
     HWY_DYNAMIC_DISPATCH(verify_items)(a, plan, begin, end, scratch(plan.floats));
   });

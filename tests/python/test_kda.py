@@ -21,6 +21,7 @@ from kda_cases import (
     decode_steps,
     fed_oracle,
     oracle_rings,
+    poison,
     same,
     strided,
     subset,
@@ -326,6 +327,22 @@ def test_windows_that_hold_each_input_once():
         lines[k] = np.lib.stride_tricks.as_strided(line, x.shape, (line.strides[0], line.strides[1], 2, line.strides[1]))
     assert same(call(a, **lines), out)
     assert all(same(np.ascontiguousarray(lines[k]), conv[k]) for k in conv)
+
+
+@pytest.mark.parametrize("offset", [0, 4, 8, 1])
+def test_snapshots_beyond_the_caches_at_any_alignment(offset):
+    a = act(case(10, N=3, H=6, width=5, K=128, V=128), BF16)
+    rings, want, _ = buffers(a)
+    assert want.nbytes > 4 << 20  # streamed where they lie on 16 bytes
+    memory = poison((want.size + 32,), F32)
+    start = -memory.ctypes.data // 4 % 16 + offset
+    snapshots = memory[start : start + want.size].reshape(want.shape)
+    call(a, rings=rings, snapshots=snapshots)
+    assert np.isnan(memory[:start]).all() and np.isnan(memory[start + want.size :]).all()
+    for n in range(1, 6):
+        state = a["state"].copy()
+        kda.fold(state, rings, a["slots"], np.full(3, n))
+        assert all(same(state[s], np.ascontiguousarray(snapshots[r, n - 1])) for s, r in zip(a["slots"], a["rows"]))
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
