@@ -95,7 +95,8 @@ TEST(SimdTarget, EachIsReallyForced) {
   on_each_target([&](const SimdTarget& t) { names.insert(t.name); });
   EXPECT_TRUE(names.count(simd_target().name));
 #if defined(__x86_64__)
-  EXPECT_TRUE(names.count("SCALAR") && names.count("SSE4"));
+  EXPECT_TRUE(names.count("SCALAR") || names.count("EMU128"));  // Highway takes the first with gcc before 12.3
+  EXPECT_TRUE(names.count("SSE4"));
 #endif
   for (const std::string& n : names) std::printf("  target %s\n", n.c_str());
 }
