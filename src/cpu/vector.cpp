@@ -131,6 +131,24 @@ void rms_norm_row(const float* x, const float* w, float eps, float* y, std::int6
         n, y, [&](V xv) HWY_ATTR { return hn::Mul(xv, s); }, x);
 }
 
+// Plain loops, of which the compiler makes vectors for each instruction set. No sum and no fused step: the same bits everywhere.
+void to_float_row(const bfloat16* HWY_RESTRICT x, float* HWY_RESTRICT y, std::int64_t n) {
+  for (std::int64_t i = 0; i < n; ++i) y[i] = core::to_float(x[i]);
+}
+
+void to_bfloat16_row(const float* HWY_RESTRICT x, bfloat16* HWY_RESTRICT y, std::int64_t n) {
+  for (std::int64_t i = 0; i < n; ++i) y[i] = core::from_float<bfloat16>(x[i]);
+}
+
+void round_to_bfloat16_row(float* x, std::int64_t n) {
+  for (std::int64_t i = 0; i < n; ++i) x[i] = core::to_float(core::from_float<bfloat16>(x[i]));
+}
+
+void rotate_halves_row(float* HWY_RESTRICT low, float* HWY_RESTRICT high, const float* HWY_RESTRICT cosine, const float* HWY_RESTRICT sine,
+                       std::int64_t n) {
+  for (std::int64_t i = 0; i < n; ++i) rotate(low[i], high[i], cosine[i], sine[i]);
+}
+
 void layer_norm_row(const float* x, const float* w, const float* b, float eps, float* y, std::int64_t n) {
   Chains acc(hn::Zero(D()));
   const auto step = [&](const float* p) HWY_ATTR {
@@ -194,6 +212,10 @@ HWY_EXPORT(swiglu_row);
 HWY_EXPORT(rms_norm_row);
 HWY_EXPORT(layer_norm_row);
 HWY_EXPORT(softmax_row);
+HWY_EXPORT(to_float_row);
+HWY_EXPORT(to_bfloat16_row);
+HWY_EXPORT(round_to_bfloat16_row);
+HWY_EXPORT(rotate_halves_row);
 
 float dot(const float* a, const float* b, std::int64_t n) { return HWY_DYNAMIC_DISPATCH(dot_float)(a, b, n); }
 float dot(const float* a, const core::bfloat16* b, std::int64_t n) { return HWY_DYNAMIC_DISPATCH(dot_bfloat16)(a, b, n); }
@@ -209,10 +231,12 @@ void layer_norm(const float* x, const float* w, const float* b, float eps, float
 }
 void softmax(float* x, std::int64_t n) { HWY_DYNAMIC_DISPATCH(softmax_row)(x, n); }
 
-void to_float(const core::bfloat16* x, float* y, std::int64_t n) {
-  std::transform(x, x + n, y, [](core::bfloat16 v) { return core::to_float(v); });
+void to_float(const core::bfloat16* x, float* y, std::int64_t n) { HWY_DYNAMIC_DISPATCH(to_float_row)(x, y, n); }
+void to_bfloat16(const float* x, core::bfloat16* y, std::int64_t n) { HWY_DYNAMIC_DISPATCH(to_bfloat16_row)(x, y, n); }
+void round_to_bfloat16(float* x, std::int64_t n) { HWY_DYNAMIC_DISPATCH(round_to_bfloat16_row)(x, n); }
+void rotate_halves(float* low, float* high, const float* cosine, const float* sine, std::int64_t n) {
+  HWY_DYNAMIC_DISPATCH(rotate_halves_row)(low, high, cosine, sine, n);
 }
-void to_bfloat16(const float* x, core::bfloat16* y, std::int64_t n) { std::transform(x, x + n, y, core::from_float<core::bfloat16>); }
 
 }  // namespace specstate::cpu
 #endif

@@ -35,5 +35,15 @@ void softmax(float* x, std::int64_t n);
 void to_float(const core::bfloat16* x, float* y, std::int64_t n);
 /// Round to nearest, ties to even.
 void to_bfloat16(const float* x, core::bfloat16* y, std::int64_t n);
+/// The same, and back: x = bfloat16(x).
+void round_to_bfloat16(float* x, std::int64_t n);
+/// A rotation by an angle, each product and sum rounded.
+inline void rotate(float& low, float& high, float cosine, float sine) {
+  const float a = low, b = high;
+  low = a * cosine - b * sine;
+  high = b * cosine + a * sine;
+}
+/// The rotary of split halves: n of them.
+void rotate_halves(float* low, float* high, const float* cosine, const float* sine, std::int64_t n);
 
 }  // namespace specstate::cpu

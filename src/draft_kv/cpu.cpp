@@ -20,12 +20,15 @@ constexpr std::int64_t kGrain = 8192;  // values of K and V that are worth handi
 /// Rounds to T and back.
 template <class T>
 void round_all(float* x, std::int64_t n) {
-  if constexpr (!std::is_same_v<T, float>)
+  if constexpr (std::is_same_v<T, core::bfloat16>)
+    specstate::cpu::round_to_bfloat16(x, n);
+  else if constexpr (!std::is_same_v<T, float>)
     for (std::int64_t i = 0; i < n; ++i) x[i] = core::to_float(core::from_float<T>(x[i]));
 }
 
 /// Elements first, first + stride, ... of a tensor as float32.
 void load(const TensorView& t, std::int64_t first, std::int64_t stride, std::int64_t n, float* to) {
+  if (stride == 1 && t.dtype == DType::kBFloat16) return specstate::cpu::to_float(t.as<core::bfloat16>() + first, to, n);
   core::visit_float(t.dtype, [&](auto* tag) {
     const auto* from = static_cast<decltype(tag)>(t.data) + first;
     for (std::int64_t i = 0; i < n; ++i) to[i] = core::to_float(from[i * stride]);
@@ -34,10 +37,9 @@ void load(const TensorView& t, std::int64_t first, std::int64_t stride, std::int
 
 template <class T>
 void store(const float* from, std::int64_t n, T* to, std::int64_t stride) {
-  if (stride == 1)  // as a loop of its own it becomes vectors
-    for (std::int64_t i = 0; i < n; ++i) to[i] = core::from_float<T>(from[i]);
-  else
-    for (std::int64_t i = 0; i < n; ++i) to[i * stride] = core::from_float<T>(from[i]);
+  if constexpr (std::is_same_v<T, core::bfloat16>)
+    if (stride == 1) return specstate::cpu::to_bfloat16(from, to, n);
+  for (std::int64_t i = 0; i < n; ++i) to[i * stride] = core::from_float<T>(from[i]);
 }
 
 /// What norm and rotary need of the layers, as dense float32.
@@ -51,11 +53,14 @@ class NormRopeTables {
   }
   const float* weight(std::int64_t layer) const { return &weight_[layer * x_.head_dim]; }
   float eps(std::int64_t layer) const { return eps_[layer]; }
-  /// Row `position` of a layer's rotary table, R floats.
-  void angles(std::int64_t layer, std::int64_t position, float* to) const {
+  /// Row `position` of a layer's rotary table, R floats: where it lies, or converted into `scratch`.
+  const float* angles(std::int64_t layer, std::int64_t position, float* scratch) const {
     const TensorView& t = x_.cos_sin_cache;
     const int d = t.ndim - 2;
-    load(t, (d ? layer * t.strides[0] : 0) + position * t.strides[d], t.strides[d + 1], x_.rotary_dim, to);
+    const std::int64_t first = (d ? layer * t.strides[0] : 0) + position * t.strides[d];
+    if (t.dtype == DType::kFloat32 && t.strides[d + 1] == 1) return t.as<float>() + first;
+    load(t, first, t.strides[d + 1], x_.rotary_dim, scratch);
+    return scratch;
   }
 
  private:
@@ -69,15 +74,11 @@ void norm_rope(const NormRope& x, const float* weight, float eps, const float* a
   const std::int64_t half = x.rotary_dim / 2;
   specstate::cpu::rms_norm(p, weight, eps, p, x.head_dim);
   if (x.round_after_norm) round_all<Io>(p, x.head_dim);
-  const auto rotate = [&](auto neox) {
-    for (std::int64_t j = 0; j < half; ++j) {
-      const RotaryPair pair = rotary_pair(j, half, neox);
-      const float a = p[pair.first], b = p[pair.second], c = angles[j], s = angles[half + j];
-      p[pair.first] = a * c - b * s;
-      p[pair.second] = b * c + a * s;
-    }
-  };
-  x.is_neox_style ? rotate(std::true_type{}) : rotate(std::false_type{});
+  if (x.is_neox_style) return specstate::cpu::rotate_halves(p, p + half, angles, angles + half, half);
+  for (std::int64_t j = 0; j < half; ++j) {
+    const RotaryPair pair = rotary_pair(j, half, false);
+    specstate::cpu::rotate(p[pair.first], p[pair.second], angles[j], angles[half + j]);
+  }
 }
 
 /// A head's channels into its slot: to Io, then to the pool's type.
@@ -111,20 +112,20 @@ void materialize(const MaterializeArgs& x) {
     for (std::int64_t r = 0; r < n; ++r) {
       float* to = &features[r * packed.hidden];
       load(x.ctx_hidden, row[r].row * x.ctx_hidden.strides[0], x.ctx_hidden.strides[1], packed.hidden, to);
-      round_all<Io>(to, packed.hidden);
+      if (x.ctx_hidden.dtype != nr.io) round_all<Io>(to, packed.hidden);
     }
     specstate::cpu::matmul(packed.weight, features.data(), packed.hidden, n, projected.data(), columns,
                            {.bias = packed.bias.empty() ? nullptr : packed.bias.data()});
     parallel_for(n * x.layers, 1 + kGrain / width, [&](std::int64_t begin, std::int64_t end) {
-      std::vector<float> angles(nr.rotary_dim);
+      std::vector<float> scratch(nr.rotary_dim);
       for (std::int64_t i = begin; i < end; ++i) {
         const std::int64_t r = i / x.layers, l = i % x.layers;
         float* p = &projected[r * columns];
         round_all<Io>(p + l * width, x.heads * nr.head_dim);
-        tables.angles(l, row[r].position, angles.data());
+        const float* angles = tables.angles(l, row[r].position, scratch.data());
         for (std::int64_t h = 0; h < x.heads; ++h) {
           float* k = p + k_column(width, l, h, nr.head_dim);
-          norm_rope<Io>(nr, tables.weight(l), tables.eps(l), angles.data(), k);
+          norm_rope<Io>(nr, tables.weight(l), tables.eps(l), angles, k);
           write<Io>(x.k[l], k_type, row[r].slot, h, x.k_scale[l], nr.head_dim, k);
           float* v = p + v_column(width, l, x.heads, nr.head_dim, h, x.v_head_dim);
           write<Io>(x.v[l], v_type, row[r].slot, h, x.v_scale[l], x.v_head_dim, v);
@@ -140,19 +141,19 @@ void fused(const FusedNormRopeStackedArgs& x) {
   const NormRopeTables tables(nr, x.layers);
   const std::int64_t dim = nr.head_dim, width = layer_columns(x.heads, dim, dim);
   parallel_for(x.tokens * x.layers, 1 + kGrain / width, [&](std::int64_t begin, std::int64_t end) {
-    std::vector<float> angles(nr.rotary_dim), p(dim);
+    std::vector<float> scratch(nr.rotary_dim), p(dim);
     for (std::int64_t i = begin; i < end; ++i) {
       const std::int64_t t = i / x.layers, l = i % x.layers;
       const std::int64_t position = x.positions.dtype == DType::kInt64 ? x.positions.as<std::int64_t>()[t * x.positions.strides[0]]
                                                                        : x.positions.as<std::int32_t>()[t * x.positions.strides[0]];
-      tables.angles(l, position, angles.data());
+      const float* angles = tables.angles(l, position, scratch.data());
       const std::int64_t from = t * x.kv.strides[0] + l * x.kv.strides[1], step = x.kv.strides[2];
       for (std::int64_t h = 0; h < x.heads; ++h) {
         const auto put = [&](const TensorView& out) {
           store(p.data(), dim, static_cast<Io*>(out.data) + l * out.strides[0] + t * out.strides[1] + h * out.strides[2], out.strides[3]);
         };
         load(x.kv, from + k_column(width, 0, h, dim) * step, step, dim, p.data());
-        norm_rope<Io>(nr, tables.weight(l), tables.eps(l), angles.data(), p.data());
+        norm_rope<Io>(nr, tables.weight(l), tables.eps(l), angles, p.data());
         put(x.k_out);
         load(x.kv, from + v_column(width, 0, x.heads, dim, h, dim) * step, step, dim, p.data());
         put(x.v_out);
