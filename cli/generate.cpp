@@ -26,7 +26,7 @@ nlohmann::ordered_json to_json(const runtime::Report& r) {
   if (!r.note.empty()) j["note"] = r.note;
   if (r.costs.plain > 0)
     j["costs"] = {{"plain_seconds", r.costs.plain}, {"dflash_draft_seconds", r.costs.dflash_draft}, {"dspark_draft_seconds", r.costs.dspark_draft},
-                  {"verify_seconds", r.costs.verify}, {"calibration_seconds", r.costs.calibration}};
+                  {"verify_seconds", r.costs.verify}};
   j["steps"] = r.steps;
   j["committed_tokens"] = r.committed_tokens;
   j["mean_accepted_length"] = r.mean_accepted_length;

@@ -77,11 +77,10 @@ struct Report {
     std::int64_t tokens_materialized = 0, bytes_written = 0;
   } draft_kv;
   std::optional<bool> lossless;         ///< with check_lossless
-  /// What `auto` measured before decoding, in seconds a step of the whole batch.
+  /// What `auto` measured while decoding: seconds a request's share of a step takes; 0 where it had no occasion to measure.
   struct Costs {
     double plain = 0, dflash_draft = 0, dspark_draft = 0;
-    std::vector<double> verify;         ///< [window + 1] by rows of each request
-    double calibration = 0;             ///< what measuring took
+    std::vector<double> verify;         ///< [window + 1] by rows of a request
   } costs;
 };
 

@@ -1,50 +1,57 @@
 #pragma once
 // `auto`: speculate only where it pays, by measured costs and observed acceptance.
 //
-// Costs come from a table measured on the live state before the first step (a verify of nothing committed leaves the state as it was).
-// If even a fully accepted block were slower than plain decoding, plain decoding it is. Otherwise a few speculative steps are tried;
-// from then on the observed rates of both ways decide, and a lost trial is repeated after twice as long each time.
+// Nothing is measured that is not also work done: the first steps decode plainly, the next ones draft and verify whole blocks, and what
+// they took fills a cost table (a plain step, a draft, a verify of each width; widths not yet seen lie on a line between those that were).
+// With the acceptance seen so far the table says which width of which drafter emits the most tokens a second, and whether plain decoding
+// emits more. A drafter that lost narrowly is tried again after a pause that grows; one that lost clearly is dropped.
 #include <cstdint>
 #include <vector>
 
-#include "specstate/runtime.hpp"
-
 namespace specstate::runtime {
 
-/// One of the two ways a step can go, with its observed rate.
 class AutoPolicy {
  public:
-  AutoPolicy() = default;
-  /// `costs` complete; `draft`: seconds of the drafter that would be used; `batch` requests.
-  AutoPolicy(const Report::Costs& costs, double draft, int batch);
+  /// `windows`: most rows that a verify of each drafter has.
+  explicit AutoPolicy(std::vector<int> windows);
 
-  /// Whether any width could beat plain decoding.
-  bool hopeful() const { return hopeful_; }
-  bool speculate() const { return speculate_; }
-  /// Rows of each request that a verify should have, by the acceptance seen so far.
-  int width() const;
-  /// Steps a second for plan_verify_lengths: a draft and a verify of so many rows of the whole batch.
-  const std::vector<std::int32_t>& probe_tokens() const { return probe_tokens_; }
-  const std::vector<double>& steps_per_second() const { return steps_per_second_; }
+  /// The drafter of the next step, -1: none, decode plainly.
+  int drafter() const { return next_; }
+  /// Drafters that may be asked again; the features of plainly decoded tokens need not be kept for the others.
+  bool alive(int drafter) const { return ways_[static_cast<std::size_t>(drafter)].alive; }
+  /// Rows of each request that the next verify should have.
+  int width() const { return width_; }
+  /// The cost table in the form of plan_verify_lengths: steps a second of `batch` requests that verify so many tokens in all.
+  void speeds(int drafter, int batch, std::vector<std::int32_t>& tokens, std::vector<double>& steps_per_second) const;
 
   /// After a plain step of `requests` requests.
   void plain_step(int requests, double seconds);
-  /// After a speculative step: each request verified `lens` rows, of which `accepted` were committed.
-  void speculative_step(const std::vector<int>& lens, const std::vector<int>& accepted, double seconds);
+  /// After a speculative step: what the draft and everything else took, rows verified and rows committed of each request.
+  void speculative_step(double draft_seconds, double verify_seconds, const std::vector<int>& lens, const std::vector<int>& accepted);
+
+  /// The table, for reports: seconds of a request's share of a plain step, of a draft, of a verify by rows; 0 where nothing was measured.
+  double plain_cost() const { return plain_; }
+  double draft_cost(int drafter) const { return ways_[static_cast<std::size_t>(drafter)].draft; }
+  const std::vector<double>& verify_costs() const { return verify_; }
 
  private:
-  double gain(int width) const;
+  struct Way {
+    int window = 0;
+    bool alive = true;
+    int steps = 0;                        // speculative steps so far
+    double draft = 0;
+    std::vector<double> tried, passed;    // by proposal: judged, and accepted
+  };
+  double verify_cost(int rows) const;
+  double gain(const Way& way, int width) const;
+  int best_width(const Way& way) const;
+  void decide();
 
-  Report::Costs costs_;
-  double draft_ = 0;
-  int batch_ = 1;
-  bool hopeful_ = false, speculate_ = false;
-  std::vector<double> tried_, passed_;   // [window] proposal k was verified after all before it passed; and passed itself
-  double plain_rate_ = 0, spec_rate_ = 0;  // tokens a second
-  int steps_ = 0;                        // speculative steps of this trial
-  int plain_left_ = 0, pause_ = 0;
-  std::vector<std::int32_t> probe_tokens_;
-  std::vector<double> steps_per_second_;
+  std::vector<Way> ways_;
+  double plain_ = 0;
+  std::vector<double> verify_;  // [window + 1]
+  int plain_steps_ = 0, trying_ = 0, left_ = 0, pause_;
+  int next_ = -1, width_ = 1;
 };
 
 }  // namespace specstate::runtime

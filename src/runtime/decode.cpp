@@ -39,11 +39,10 @@ class Run {
   int choose(float* logits, const Request& request, int position);
   /// Emits tokens to request r until one ends it; returns how many were taken.
   int emit(int r, const int* tokens, int count);
-  void propose(const std::vector<int>& active, const std::vector<int>& lens);
-  void calibrate();
-  void schedule(const std::vector<int>& active, std::vector<int>& lens);
-  void materialize(const Window& w, const std::vector<int>& accepted, bool drafted);
-  void catch_up();
+  void propose(Drafter& drafter, const std::vector<int>& active, const std::vector<int>& lens);
+  void schedule(int drafter, const std::vector<int>& active, std::vector<int>& lens);
+  void materialize(const Window& w, const std::vector<int>& accepted, int drafted);
+  void catch_up(std::size_t drafter);
   std::vector<int> accept(const std::vector<int>& active, const Window& w, const std::vector<int>& rows);
 
   const Checkpoint& model_;
@@ -53,17 +52,20 @@ class Run {
   const Callbacks& callbacks_;
   int window_;
   std::vector<Request> requests_;
-  std::unique_ptr<Drafter> drafter_, other_;  // `other_`: the one that auto may turn to instead, until it has chosen
+  std::vector<std::unique_ptr<Drafter>> drafters_;  // those that the mode may use; auto drops the losers
   std::optional<Target> target_;
   std::optional<AutoPolicy> auto_;
-  /// Features of tokens that auto decoded plainly: the drafter gets them when it is asked again.
-  std::vector<Floats> pending_;             // [requests]
+  /// Features of committed tokens that a drafter was not given: it gets them when it is asked again.
+  std::vector<std::vector<Floats>> pending_;        // [drafters][requests]
   std::vector<float> lagged_;               // [requests, G] confidences of each request's step before, -1 unknown
   Proposals proposals_;
   std::vector<double> probabilities_;
   std::vector<int> emitted_;  // of one step of one request
   std::vector<std::vector<int>> out_;  // [active] tokens that this step emits
-  std::int64_t forced_steps_ = 0, speculative_steps_ = 0, plain_steps_ = 0;  // of auto
+  std::int64_t steps_ = 0, forced_steps_ = 0, plain_steps_ = 0;
+  Report::DraftKv dropped_;                         // written by drafters that auto has dropped
+  std::vector<std::string> names_;                  // [drafters]
+  std::vector<std::int64_t> speculative_steps_;     // [drafters]
   Report report_;
 };
 
@@ -75,17 +77,26 @@ int context_needed(const std::vector<std::vector<int>>& prompts, const GenerateO
 
 Run::Run(const Checkpoint& model, const std::vector<std::vector<int>>& prompts, const GenerateOptions& options, const RunOptions& run,
          const Callbacks& callbacks)
-    : model_(model), config_(model.target.config), options_(options), run_(run), callbacks_(callbacks), window_(window_of(model, run.mode)),
-      pending_(prompts.size()) {
+    : model_(model), config_(model.target.config), options_(options), run_(run), callbacks_(callbacks), window_(window_of(model, run.mode)) {
   const int count = static_cast<int>(prompts.size()), context = context_needed(prompts, options, config_);
-  if (run.mode == Mode::kDSpark || (run.mode == Mode::kAuto && model.dspark)) drafter_ = std::make_unique<Drafter>(*model.dspark, model.target, count, context);
-  if (run.mode == Mode::kDFlash || (run.mode == Mode::kAuto && model.dflash)) {
-    std::unique_ptr<Drafter>& slot = drafter_ ? other_ : drafter_;
-    slot = std::make_unique<Drafter>(*model.dflash, model.target, count, context);
+  for (const auto& [mode, weights] : {std::pair(Mode::kDSpark, &model.dspark), std::pair(Mode::kDFlash, &model.dflash)}) {
+    if (!weights->has_value() || (run.mode != mode && run.mode != Mode::kAuto)) continue;
+    auto drafter = std::make_unique<Drafter>(**weights, model.target, count, context);
     // Two drafters can share one pass of the target only if they want the same features.
-    if (other_ && other_->feature_layers() != drafter_->feature_layers()) other_.reset();
+    if (drafters_.empty() || drafter->feature_layers() == drafters_[0]->feature_layers()) {
+      drafters_.push_back(std::move(drafter));
+      names_.push_back(name_of(mode));
+    }
   }
-  target_.emplace(model.target, TargetLimits{count, options.hot_slots, window_, context}, drafter_ ? drafter_->feature_layers() : std::vector<int>{});
+  pending_.assign(drafters_.size(), std::vector<Floats>(prompts.size()));
+  speculative_steps_.assign(drafters_.size(), 0);
+  if (run.mode == Mode::kAuto) {
+    std::vector<int> windows;
+    for (const auto& d : drafters_) windows.push_back(d->proposals() + 1);
+    auto_.emplace(windows);
+  }
+  target_.emplace(model.target, TargetLimits{count, options.hot_slots, window_, context},
+                  drafters_.empty() ? std::vector<int>{} : drafters_[0]->feature_layers());
   report_.mode = run.mode;
   report_.requests.resize(prompts.size());
   report_.accepted_lengths.assign(at(window_ + 1), 0);
@@ -100,7 +111,6 @@ Run::Run(const Checkpoint& model, const std::vector<std::vector<int>>& prompts, 
   auto begin = std::chrono::steady_clock::now();
   for (int r = 0; r < count; ++r) prefill(r);
   report_.prefill_seconds = seconds_since(begin);
-  if (run.mode == Mode::kAuto) calibrate();
   begin = std::chrono::steady_clock::now();
   while (std::any_of(requests_.begin(), requests_.end(), [](const Request& r) { return !r.done; })) step();
   report_.decode_seconds = seconds_since(begin);
@@ -141,18 +151,17 @@ void Run::prefill(int r) {
   for (int begin = 0; begin < total; begin += options_.chunk) {
     const int end = std::min(total, begin + options_.chunk);
     target_->prefill(r, {prompt.data() + begin, at(end - begin)}, end == total);
-    for (std::unique_ptr<Drafter>* d : {&drafter_, &other_})
-      if (*d) (*d)->materialize({{r}, {end - begin}, {begin}}, target_->features(), {end - begin});
+    for (const auto& d : drafters_) d->materialize({{r}, {end - begin}, {begin}}, target_->features(), {end - begin});
     if (callbacks_.prefill) callbacks_.prefill(at(r), end, total);
   }
   const int first = choose(target_->logits(0), requests_[at(r)], total);
   emit(r, &first, 1);
 }
 
-void Run::propose(const std::vector<int>& active, const std::vector<int>& lens) {
+void Run::propose(Drafter& drafter, const std::vector<int>& active, const std::vector<int>& lens) {
   std::vector<DraftRequest> who;
   for (const int r : active) who.push_back({r, requests_[at(r)].last, target_->n_of(r), requests_[at(r)].key});
-  drafter_->propose(who, {options_.sampled_proposals, options_.temperature, options_.seed}, proposals_);
+  drafter.propose(who, {options_.sampled_proposals, options_.temperature, options_.seed}, proposals_);
   if (run_.known.empty()) return;
   // Forced acceptance: K - 1 proposals become right, the next one wrong.
   const int G = proposals_.count, right = run_.lengths[at(forced_steps_++) % run_.lengths.size()] - 1;
@@ -220,70 +229,8 @@ std::vector<int> Run::accept(const std::vector<int>& active, const Window& w, co
   return accepted;
 }
 
-// The cost table of auto, on the live state: a verify that nothing is committed of, and a draft, change nothing that anyone sees.
-void Run::calibrate() {
-  const auto begin = std::chrono::steady_clock::now();
-  std::vector<int> active;
-  Window w;
-  for (int r = 0; r < static_cast<int>(requests_.size()); ++r)
-    if (!requests_[at(r)].done) active.push_back(r);
-  Report::Costs& costs = report_.costs;
-  costs.verify.assign(at(window_ + 1), 0.0);
-  const auto best_of = [&](auto&& step) {
-    double best = 1e30;
-    for (int round = 0; round < 3; ++round) {
-      const auto start = std::chrono::steady_clock::now();
-      step();
-      best = std::min(best, seconds_since(start));
-    }
-    return best;
-  };
-  const auto verify = [&](int rows) {
-    Window w;
-    std::vector<int> tokens;
-    for (const int r : active) {
-      // Near the end of what a request may hold there are not so many positions.
-      const int len = std::min(rows, requests_[at(r)].limit - 1);
-      w.slots.push_back(r);
-      w.starts.push_back(target_->n_of(r));
-      w.lens.push_back(std::max(1, len));
-      for (int i = 0; i < w.lens.back(); ++i) tokens.push_back('e');
-    }
-    return best_of([&] {
-      target_->forward(w, tokens, Target::Way::kVerify);
-      target_->commit(std::vector<int>(active.size(), 0));
-    });
-  };
-  if (!active.empty() && drafter_ && window_ > 1) {
-    costs.plain = costs.verify[1] = verify(1);
-    int known = 1;
-    for (const int rows : {2, 4, 8, 16, 32, 64}) {
-      const int at_rows = std::min(rows, window_);
-      if (at_rows == known) break;
-      costs.verify[at(at_rows)] = verify(at_rows);
-      for (int i = known + 1; i < at_rows; ++i)  // in between, a straight line
-        costs.verify[at(i)] = costs.verify[at(known)] + (costs.verify[at(at_rows)] - costs.verify[at(known)]) * (i - known) / (at_rows - known);
-      known = at_rows;
-    }
-    const auto draft = [&](Drafter& drafter) {
-      std::vector<DraftRequest> who;
-      for (const int r : active) who.push_back({r, requests_[at(r)].last, target_->n_of(r), requests_[at(r)].key});
-      return best_of([&] { drafter.propose(who, {}, proposals_); });
-    };
-    const bool dspark_first = model_.dspark.has_value();
-    (dspark_first ? costs.dspark_draft : costs.dflash_draft) = draft(*drafter_);
-    if (other_) costs.dflash_draft = draft(*other_);
-    // The prior of acceptance is the same, so the cheaper draft is the better one.
-    if (other_ && costs.dflash_draft < costs.dspark_draft) std::swap(drafter_, other_);
-    other_.reset();
-    auto_.emplace(costs, drafter_->kind() == DrafterKind::kDSpark ? costs.dspark_draft : costs.dflash_draft, static_cast<int>(active.size()));
-  }
-  if (!auto_ || !(auto_->hopeful() || run_.speculate)) drafter_.reset();
-  costs.calibration = seconds_since(begin);
-}
-
 /// How many rows each request verifies, at most what `lens` allows.
-void Run::schedule(const std::vector<int>& active, std::vector<int>& lens) {
+void Run::schedule(int drafter, const std::vector<int>& active, std::vector<int>& lens) {
   const std::int64_t b = static_cast<std::int64_t>(active.size()), G = proposals_.count;
   if (proposals_.confidence.empty()) {
     for (int& len : lens) len = std::min(len, auto_->width());
@@ -293,14 +240,15 @@ void Run::schedule(const std::vector<int>& active, std::vector<int>& lens) {
   std::vector<float> lagged;
   for (const int r : active) lagged.insert(lagged.end(), lagged_.begin() + r * G, lagged_.begin() + (r + 1) * G);
   std::vector<std::int32_t> caps(lens.begin(), lens.end()), planned(at(b));
-  const auto& probes = auto_->probe_tokens();
-  const auto& speed = auto_->steps_per_second();
+  std::vector<std::int32_t> probes;
+  std::vector<double> speed;
+  auto_->speeds(drafter, static_cast<int>(b), probes, speed);
   const std::int64_t n = static_cast<std::int64_t>(probes.size());
   accept::PlanVerifyLengthsParams p;
   p.confidences = TensorView(proposals_.confidence.data(), DType::kFloat32, {b, G});
   p.lagged_confidences = TensorView(lagged.data(), DType::kFloat32, {b, G});
-  p.probe_tokens = TensorView(const_cast<std::int32_t*>(probes.data()), DType::kInt32, {n});
-  p.steps_per_second = TensorView(const_cast<double*>(speed.data()), DType::kFloat64, {n});
+  p.probe_tokens = TensorView(probes.data(), DType::kInt32, {n});
+  p.steps_per_second = TensorView(speed.data(), DType::kFloat64, {n});
   p.max_lens = TensorView(caps.data(), DType::kInt32, {b});
   p.verify_lens = TensorView(planned.data(), DType::kInt32, {b});
   accept::plan_verify_lengths(p);
@@ -308,35 +256,39 @@ void Run::schedule(const std::vector<int>& active, std::vector<int>& lens) {
   for (std::int64_t i = 0; i < b; ++i) std::copy_n(proposals_.confidence.begin() + i * G, G, lagged_.begin() + active[at(i)] * G);
 }
 
-void Run::materialize(const Window& w, const std::vector<int>& accepted, bool drafted) {
-  if (!drafter_) return;
-  if (!auto_ || drafted) {
-    drafter_->materialize(w, target_->features(), accepted);
-    return;
-  }
-  const float* row = target_->features();
+void Run::materialize(const Window& w, const std::vector<int>& accepted, int drafted) {
   const int width = target_->feature_width();
-  for (std::size_t b = 0; b < w.slots.size(); row += std::int64_t{w.lens[b++]} * width) {
-    Floats& pending = pending_[at(w.slots[b])];
-    pending.insert(pending.end(), row, row + std::int64_t{accepted[b]} * width);
+  for (std::size_t d = 0; d < drafters_.size(); ++d) {
+    if (!drafters_[d]) continue;
+    if (!auto_ || static_cast<int>(d) == drafted) {
+      drafters_[d]->materialize(w, target_->features(), accepted);
+      continue;
+    }
+    const float* row = target_->features();
+    for (std::size_t b = 0; b < w.slots.size(); row += std::int64_t{w.lens[b++]} * width) {
+      Floats& pending = pending_[d][at(w.slots[b])];
+      pending.insert(pending.end(), row, row + std::int64_t{accepted[b]} * width);
+    }
   }
 }
 
 /// The drafter learns what was decoded without it.
-void Run::catch_up() {
+void Run::catch_up(std::size_t drafter) {
   const int width = target_->feature_width();
   for (int r = 0; r < static_cast<int>(requests_.size()); ++r) {
-    Floats& pending = pending_[at(r)];
+    Floats& pending = pending_[drafter][at(r)];
     const int rows = static_cast<int>(pending.size()) / width;
-    if (rows && !requests_[at(r)].done) drafter_->materialize({{r}, {rows}, {drafter_->known(r)}}, pending.data(), {rows});
+    if (rows && !requests_[at(r)].done) drafters_[drafter]->materialize({{r}, {rows}, {drafters_[drafter]->known(r)}}, pending.data(), {rows});
     pending.clear();
   }
 }
 
 // reserve, draft, verify, accept, commit, materialize.
 void Run::step() {
-  const auto begin = std::chrono::steady_clock::now();
-  const bool speculate = drafter_ && (!auto_ || (run_.speculate ? run_.speculate(speculative_steps_ + plain_steps_) : auto_->speculate()));
+  auto begin = std::chrono::steady_clock::now();
+  int drafter = drafters_.empty() ? -1 : 0;
+  if (auto_) drafter = run_.drafter ? run_.drafter(steps_) : auto_->drafter();
+  ++steps_;
   std::vector<int> active;
   Window w;
   for (int r = 0; r < static_cast<int>(requests_.size()); ++r) {
@@ -345,13 +297,16 @@ void Run::step() {
     w.slots.push_back(r);
     w.starts.push_back(target_->n_of(r));
     // A step cannot commit more tokens than may still be emitted, so no more rows are verified (and none beyond the context).
-    w.lens.push_back(speculate ? std::min(window_, requests_[at(r)].limit - static_cast<int>(report_.requests[at(r)].tokens.size())) : 1);
+    w.lens.push_back(drafter >= 0 ? std::min(drafters_[at(drafter)]->proposals() + 1, requests_[at(r)].limit - static_cast<int>(report_.requests[at(r)].tokens.size())) : 1);
   }
-  const bool draft = *std::max_element(w.lens.begin(), w.lens.end()) > 1;
-  if (draft) {
-    catch_up();
-    propose(active, w.lens);
-    if (auto_) schedule(active, w.lens);
+  if (*std::max_element(w.lens.begin(), w.lens.end()) == 1) drafter = -1;  // nothing to propose
+  double draft_seconds = 0;
+  if (drafter >= 0) {
+    catch_up(at(drafter));
+    begin = std::chrono::steady_clock::now();  // what was put off is no cost of this step
+    propose(*drafters_[at(drafter)], active, w.lens);
+    if (auto_) schedule(drafter, active, w.lens);
+    draft_seconds = seconds_since(begin);
   }
   std::vector<int> rows;
   for (std::size_t i = 0; i < active.size(); ++i)
@@ -369,20 +324,36 @@ void Run::step() {
     ++report_.accepted_lengths[at(accepted[i])];
   }
   target_->commit(accepted);
-  materialize(w, accepted, draft);
-  if (!auto_) return;
-  if (draft) auto_->speculative_step(w.lens, accepted, seconds_since(begin));
-  else auto_->plain_step(static_cast<int>(active.size()), seconds_since(begin));
-  speculative_steps_ += draft;
-  plain_steps_ += !draft;
+  materialize(w, accepted, drafter);
+  ++(drafter >= 0 ? speculative_steps_[at(drafter)] : plain_steps_);
+  if (!auto_ || run_.drafter) return;
+  const double seconds = seconds_since(begin);
+  if (drafter >= 0) auto_->speculative_step(draft_seconds, seconds - draft_seconds, w.lens, accepted);
+  else auto_->plain_step(static_cast<int>(active.size()), seconds);
+  for (std::size_t d = 0; d < drafters_.size(); ++d)
+    if (drafters_[d] && !auto_->alive(static_cast<int>(d))) {
+      dropped_.tokens_materialized += drafters_[d]->stats().tokens_materialized;
+      dropped_.bytes_written += drafters_[d]->stats().bytes_written;
+      drafters_[d].reset();
+    }
 }
 
 Report Run::finish() {
-  if (run_.mode == Mode::kAuto) {
-    report_.mode = !speculative_steps_ ? Mode::kPlain : drafter_->kind() == DrafterKind::kDSpark ? Mode::kDSpark : Mode::kDFlash;
-    if (auto_ && !auto_->hopeful()) report_.note = "auto: not even a fully accepted block would beat plain decoding here";
-    else if (auto_) report_.note = "auto: " + std::to_string(speculative_steps_) + " speculative and " + std::to_string(plain_steps_) + " plain steps";
-    else report_.note = "auto: nothing to choose from";
+  if (auto_) {
+    // What ran most speaks for the whole.
+    report_.mode = Mode::kPlain;
+    report_.note = "auto: " + std::to_string(plain_steps_) + " plain steps";
+    std::int64_t most = 0;
+    for (std::size_t d = 0; d < names_.size(); ++d) {
+      report_.note += ", " + std::to_string(speculative_steps_[d]) + " with " + names_[d];
+      if (speculative_steps_[d] > std::max(most, plain_steps_)) {
+        most = speculative_steps_[d];
+        report_.mode = names_[d] == "dspark" ? Mode::kDSpark : Mode::kDFlash;
+      }
+      (names_[d] == "dspark" ? report_.costs.dspark_draft : report_.costs.dflash_draft) = auto_->draft_cost(static_cast<int>(d));
+    }
+    report_.costs.plain = auto_->plain_cost();
+    report_.costs.verify = auto_->verify_costs();
   }
   std::int64_t emitted = 0;
   for (std::size_t r = 0; r < requests_.size(); ++r) {
@@ -399,7 +370,12 @@ Report Run::finish() {
   if (sparse.hits + sparse.misses > 0) report_.hisparse.hit_rate = static_cast<double>(sparse.hits) / static_cast<double>(sparse.hits + sparse.misses);
   const KdaBytes kda = target_->kda_bytes();
   report_.kda = {kda.state, kda.ring, kda.snapshots_avoided};
-  if (drafter_) report_.draft_kv = {drafter_->stats().tokens_materialized, drafter_->stats().bytes_written};
+  report_.draft_kv = dropped_;
+  for (const auto& d : drafters_)
+    if (d) {
+      report_.draft_kv.tokens_materialized += d->stats().tokens_materialized;
+      report_.draft_kv.bytes_written += d->stats().bytes_written;
+    }
   return std::move(report_);
 }
 

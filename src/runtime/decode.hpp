@@ -18,8 +18,8 @@ struct RunOptions {
   /// Forced acceptance: the tokens that plain decoding emits, and how many tokens step 0, 1, ... commits (cyclically). Empty: none.
   std::vector<std::vector<int>> known;
   std::vector<int> lengths;
-  /// For tests of auto: whether step 0, 1, ... speculates, whatever was measured.
-  std::function<bool(std::int64_t step)> speculate;
+  /// For tests of auto: the drafter of step 0, 1, ... (-1: plain), whatever was measured.
+  std::function<int(std::int64_t step)> drafter;
 };
 
 Report decode(const Checkpoint& model, const std::vector<std::vector<int>>& prompts, const GenerateOptions& options, const RunOptions& run,

@@ -233,10 +233,10 @@ RC_GTEST_PROP(Engine, AutoIsLosslessWhereverItTurns, ()) {
   o.max_new_tokens = *rc::gen::inRange(1, 40);
   std::vector<std::vector<int>> prompts;
   for (const std::string& p : kPrompts) prompts.push_back(tokens_of(p, model().target.config));
-  const auto turns = *rc::gen::container<std::vector<bool>>(40, rc::gen::arbitrary<bool>());
+  const auto turns = *rc::gen::container<std::vector<int>>(40, rc::gen::inRange(-1, 2));
   RunOptions run;
   run.mode = Mode::kAuto;
-  run.speculate = [&](std::int64_t step) { return turns[static_cast<std::size_t>(step)]; };
+  run.drafter = [&](std::int64_t step) { return turns[static_cast<std::size_t>(step)]; };
   const Report r = decode(model(), prompts, o, run, {}), plain = decode(model(), prompts, o, {}, {});
   for (std::size_t i = 0; i < prompts.size(); ++i) {
     RC_ASSERT(r.requests[i].tokens == plain.requests[i].tokens);
@@ -244,44 +244,51 @@ RC_GTEST_PROP(Engine, AutoIsLosslessWhereverItTurns, ()) {
   }
 }
 
-Report::Costs costs_of(double plain, std::vector<double> verify) {
-  Report::Costs c;
-  c.plain = plain;
-  c.verify = std::move(verify);
-  return c;
+/// A machine on which a plain step takes 1, a draft `draft` and a verify of w rows 1 + (w - 1) * row.
+void feed(AutoPolicy& p, double draft, double row, int accepted) {
+  if (p.drafter() < 0) return p.plain_step(1, 1);
+  const int w = p.width();
+  p.speculative_step(draft, 1 + (w - 1) * row, {w}, {std::min(w, accepted)});
 }
 
-TEST(Auto, NothingIsTriedWhereEvenAFullBlockLoses) {
-  const AutoPolicy policy(costs_of(1, {0, 1, 2, 3, 4}), 0.5, 1);
-  EXPECT_FALSE(policy.hopeful());
-  EXPECT_FALSE(policy.speculate());
+TEST(Auto, WhatLosesClearlyIsDroppedAfterOneTrial) {
+  AutoPolicy p({8, 8});
+  std::vector<int> steps;
+  for (int i = 0; i < 500; ++i) {
+    steps.push_back(p.drafter());
+    feed(p, 1, 0.8, 2);
+  }
+  EXPECT_EQ(std::count(steps.begin(), steps.end(), -1), 498);
+  EXPECT_EQ(std::find(steps.begin(), steps.end(), 0) - steps.begin(), 8);
+  EXPECT_FALSE(p.alive(0) || p.alive(1));
 }
 
-TEST(Auto, GoodDraftsKeepSpeculationAndBadOnesEndIt) {
-  AutoPolicy good(costs_of(1, {0, 1, 1.1, 1.2, 1.3}), 0.3, 1), bad = good;
-  EXPECT_TRUE(good.speculate());
-  for (int i = 0; i < 50; ++i) good.speculative_step({4}, {3}, 1.6);
-  EXPECT_TRUE(good.speculate());
-  EXPECT_GE(good.width(), 3);
-  int tried = 0;
-  for (; bad.speculate(); ++tried) bad.speculative_step({4}, {1}, 1.6);
-  EXPECT_EQ(tried, 4);
-  // It comes back after a pause, and after twice the pause when it lost again.
-  int first = 0, second = 0;
-  for (; !bad.speculate(); ++first) bad.plain_step(1, 1);
-  for (int i = 0; i < 4; ++i) bad.speculative_step({4}, {1}, 1.6);
-  for (; !bad.speculate(); ++second) bad.plain_step(1, 1);
-  EXPECT_EQ(first, 64);
-  EXPECT_EQ(second, 128);
+TEST(Auto, GoodDraftsAreKeptWithTheBestDrafter) {
+  AutoPolicy p({4, 8});
+  for (int i = 0; i < 300; ++i) feed(p, 0.3, 0.1, 6);
+  EXPECT_EQ(p.drafter(), 1);  // four rows commit four, eight rows six
+  EXPECT_GE(p.width(), 6);
+  EXPECT_LE(p.width(), 7);
+}
+
+TEST(Auto, WhatLosesNarrowlyIsTriedAgainLessAndLessOften) {
+  AutoPolicy p({8});
+  std::vector<int> tried;
+  for (int i = 0; i < 3000; ++i) {
+    if (p.drafter() >= 0) tried.push_back(i);
+    feed(p, 0.75, 0.4, 2);
+  }
+  ASSERT_GE(tried.size(), 4u);
+  ASSERT_LE(tried.size(), 12u);
+  EXPECT_GT(tried.back() - tried[tried.size() - 2], 2 * (tried[tried.size() - 2] - tried[1]) / 2);
 }
 
 TEST(Auto, TheWidthFollowsAcceptance) {
-  AutoPolicy policy(costs_of(1, {0, 1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5}), 0.1, 1);
-  EXPECT_TRUE(policy.hopeful());
-  for (int i = 0; i < 100; ++i) policy.speculative_step({8}, {8}, 4.6);
-  EXPECT_EQ(policy.width(), 8);
-  for (int i = 0; i < 1000; ++i) policy.speculative_step({8}, {2}, 4.6);
-  EXPECT_EQ(policy.width(), 2);
+  AutoPolicy p({8});
+  for (int i = 0; i < 200; ++i) feed(p, 0.1, 0.2, 8);
+  EXPECT_EQ(p.width(), 8);
+  for (int i = 0; i < 2000 && p.drafter() >= 0; ++i) feed(p, 0.1, 0.2, 2);
+  EXPECT_LE(p.width(), 3);
 }
 
 TEST(Engine, CheckLosslessAndTheReport) {
