@@ -84,8 +84,10 @@ void AutoPolicy::decide() {
     }
     next_ = trying_;
     width_ = way.window;
+    trial_ = true;
     return;
   }
+  trial_ = false;
   next_ = -1;
   double best = kMargin / plain_;
   for (int i = 0; i < static_cast<int>(ways_.size()); ++i)
@@ -112,6 +114,7 @@ void AutoPolicy::plain_step(int requests, double seconds) {
     if (best < 0) return;
     next_ = best;
     width_ = ways_[at(best)].window;
+    trial_ = true;
   }
 }
 

@@ -21,6 +21,8 @@ class AutoPolicy {
   bool alive(int drafter) const { return ways_[static_cast<std::size_t>(drafter)].alive; }
   /// Rows of each request that the next verify should have.
   int width() const { return width_; }
+  /// The next step is there to measure: its width is not to be cut.
+  bool trial() const { return trial_; }
   /// The cost table in the form of plan_verify_lengths: steps a second of `batch` requests that verify so many tokens in all.
   void speeds(int drafter, int batch, std::vector<std::int32_t>& tokens, std::vector<double>& steps_per_second) const;
 
@@ -52,6 +54,7 @@ class AutoPolicy {
   std::vector<double> verify_;  // [window + 1]
   int plain_steps_ = 0, trying_ = 0, left_ = 0, pause_;
   int next_ = -1, width_ = 1;
+  bool trial_ = true;
 };
 
 }  // namespace specstate::runtime

@@ -232,7 +232,7 @@ std::vector<int> Run::accept(const std::vector<int>& active, const Window& w, co
 /// How many rows each request verifies, at most what `lens` allows.
 void Run::schedule(int drafter, const std::vector<int>& active, std::vector<int>& lens) {
   const std::int64_t b = static_cast<std::int64_t>(active.size()), G = proposals_.count;
-  if (proposals_.confidence.empty()) {
+  if (proposals_.confidence.empty() || auto_->trial()) {
     for (int& len : lens) len = std::min(len, auto_->width());
     return;
   }
@@ -305,7 +305,7 @@ void Run::step() {
     catch_up(at(drafter));
     begin = std::chrono::steady_clock::now();  // what was put off is no cost of this step
     propose(*drafters_[at(drafter)], active, w.lens);
-    if (auto_) schedule(drafter, active, w.lens);
+    if (auto_ && !run_.drafter) schedule(drafter, active, w.lens);
     draft_seconds = seconds_since(begin);
   }
   std::vector<int> rows;

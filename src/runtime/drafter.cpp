@@ -131,22 +131,23 @@ void Drafter::attention(std::span<const DraftRequest> requests, int layer, const
       const auto oldest = [&](std::int64_t j) { return window ? std::max<std::int64_t>(0, request.n + j - window + 1) : 0; };
       const std::int64_t start = std::min<std::int64_t>(oldest(0), request.n), known = request.n - start, total = known + B;
       for (std::int64_t j = 0; j < B; ++j) first[at(j)] = oldest(j) - start;
-      float *k = room(keys, total * D), *v = room(values, total * D);
+      float *k = room(keys, (total + kKeyBlock - 1) / kKeyBlock * kKeyBlock * D), *v = room(values, total * D);
+      const auto key = [&](std::int64_t i) { return k + i / kKeyBlock * D * kKeyBlock + i % kKeyBlock; };  // its channels, kKeyBlock apart
       for (std::int64_t i = 0; i < known; ++i) {
         const std::int64_t row = ((layer * pool_rows_ + pool_row(request.request, static_cast<int>(start + i))) * N + kv) * D;
-        for (std::int64_t c = 0; c < D; ++c) {
-          k[i * D + c] = core::to_float(core::bfloat16{k_pool_[at(row + c)]});
-          v[i * D + c] = core::to_float(core::bfloat16{v_pool_[at(row + c)]});
-        }
+        float* to = key(i);
+        for (std::int64_t c = 0; c < D; ++c) to[c * kKeyBlock] = core::to_float(core::bfloat16{k_pool_[at(row + c)]});
+        for (std::int64_t c = 0; c < D; ++c) v[i * D + c] = core::to_float(core::bfloat16{v_pool_[at(row + c)]});
       }
       for (std::int64_t j = 0; j < B; ++j) {
-        const float* row = qkv + (b * B + j) * stride;
-        std::copy_n(row + qd + kv * D, D, k + (known + j) * D);
-        std::copy_n(row + qd + (N + kv) * D, D, v + (known + j) * D);
+        const float* row = qkv + (b * B + j) * stride + qd;
+        float* to = key(known + j);
+        for (std::int64_t c = 0; c < D; ++c) to[c * kKeyBlock] = row[kv * D + c];
+        std::copy_n(row + (N + kv) * D, D, v + (known + j) * D);
       }
       for (std::int64_t h = kv * group; h < (kv + 1) * group; ++h)
         block_attention(qkv + b * B * stride + h * D, stride, B, k, v, total, first.data(), D, out + b * B * qd + h * D, qd,
-                        room(scratch, block_scratch(total)));
+                        room(scratch, block_scratch(B, total)));
     }
   });
 }

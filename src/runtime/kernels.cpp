@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <type_traits>
 
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "runtime/kernels.cpp"
@@ -144,31 +145,64 @@ void latent_attention_of(const std::uint16_t* const* rows, std::int64_t n, std::
   }
 }
 
-void block_attention_of(const float* q, std::int64_t q_stride, std::int64_t nq, const float* k, const float* v, std::int64_t n,
-                    const std::int64_t* first, std::int64_t dim, float* out, std::int64_t out_stride, float* scratch) {
+// Scores of up to kQueries queries at once: a key vector is loaded for all of them, lanes are keys, a score is one chain over dim.
+template <int kQueries>
+HWY_INLINE void block_scores(const float* q, std::int64_t q_stride, const float* k, std::int64_t n, std::int64_t dim, float* scores,
+                             std::int64_t pitch) {
+  const D tag;
+  const std::int64_t N = lanes();
+  for (std::int64_t p = 0; p < n; p += kKeyBlock, k += dim * kKeyBlock)
+    for (std::int64_t v = 0; v < kKeyBlock; v += N) {
+      V acc[kQueries];
+      for (V& a : acc) a = hn::Zero(tag);
+      for (std::int64_t c = 0; c < dim; ++c) {
+        const V key = hn::LoadU(tag, k + c * kKeyBlock + v);
+#pragma GCC unroll 8
+        for (int i = 0; i < kQueries; ++i) acc[i] = hn::MulAdd(hn::Set(tag, q[i * q_stride + c]), key, acc[i]);
+      }
+      for (int i = 0; i < kQueries; ++i) hn::StoreU(acc[i], tag, scores + i * pitch + p + v);
+    }
+}
+
+/// out[i] += sum of weights[i][p] v[p], p rising from the first key that any of the queries sees; a key unseen has weight 0.
+template <int kQueries>
+HWY_INLINE void block_values(const float* weights, std::int64_t pitch, const float* v, std::int64_t n, std::int64_t dim, const float* inverse,
+                             float* out, std::int64_t out_stride) {
   const D tag;
   const std::int64_t N = lanes(), body = dim / N * N;
-  for (std::int64_t i = 0; i < nq; ++i, q += q_stride, out += out_stride) {
-    const std::int64_t count = n - first[i];
-    const float *keys = k + first[i] * dim, *values = v + first[i] * dim;
-    for (std::int64_t p = 0; p < count; ++p) {
-      V acc = hn::Zero(tag);
-      for (std::int64_t c = 0; c < body; c += N) acc = hn::MulAdd(hn::LoadU(tag, q + c), hn::LoadU(tag, keys + p * dim + c), acc);
-      if (body < dim) acc = hn::MulAdd(load_tail(q + body, dim - body), load_tail(keys + p * dim + body, dim - body), acc);
-      scratch[p] = sum_of(acc);
+  for (std::int64_t c = 0; c < dim; c += N) {
+    V acc[kQueries];
+    for (V& a : acc) a = hn::Zero(tag);
+    for (std::int64_t p = 0; p < n; ++p) {
+      const V value = c < body ? hn::LoadU(tag, v + p * dim + c) : load_tail(v + p * dim + c, dim - body);
+#pragma GCC unroll 8
+      for (int i = 0; i < kQueries; ++i) acc[i] = hn::MulAdd(hn::Set(tag, weights[i * pitch + p]), value, acc[i]);
     }
-    const V inverse = hn::Set(tag, 1.0f / exp_in_place(scratch, count));
-    for (std::int64_t c = 0; c < body; c += N) {
-      V acc = hn::Zero(tag);
-      for (std::int64_t p = 0; p < count; ++p) acc = hn::MulAdd(hn::Set(tag, scratch[p]), hn::LoadU(tag, values + p * dim + c), acc);
-      hn::StoreU(hn::Mul(acc, inverse), tag, out + c);
-    }
-    if (body < dim) {
-      V acc = hn::Zero(tag);
-      for (std::int64_t p = 0; p < count; ++p) acc = hn::MulAdd(hn::Set(tag, scratch[p]), load_tail(values + p * dim + body, dim - body), acc);
-      store_tail(hn::Mul(acc, inverse), out + body, dim - body);
+    for (int i = 0; i < kQueries; ++i) {
+      const V y = hn::Mul(acc[i], hn::Set(tag, inverse[i]));
+      if (c < body) hn::StoreU(y, tag, out + i * out_stride + c);
+      else store_tail(y, out + i * out_stride + c, dim - body);
     }
   }
+}
+
+void block_attention_of(const float* q, std::int64_t q_stride, std::int64_t nq, const float* k, const float* v, std::int64_t n,
+                        const std::int64_t* first, std::int64_t dim, float* out, std::int64_t out_stride, float* scratch) {
+  constexpr int kQueries = 8;
+  const std::int64_t pitch = padded(n);
+  float inverse[kQueries];
+  const auto group = [&](auto count, std::int64_t at) HWY_ATTR {
+    constexpr int Q = decltype(count)::value;
+    block_scores<Q>(q + at * q_stride, q_stride, k, n, dim, scratch, pitch);
+    for (int i = 0; i < Q; ++i) {
+      std::fill_n(scratch + i * pitch, first[at + i], -std::numeric_limits<float>::infinity());
+      inverse[i] = 1.0f / exp_in_place(scratch + i * pitch, n);
+    }
+    block_values<Q>(scratch, pitch, v, n, dim, inverse, out + at * out_stride, out_stride);
+  };
+  std::int64_t at = 0;
+  for (; at + kQueries <= nq; at += kQueries) group(std::integral_constant<int, kQueries>(), at);
+  for (; at < nq; ++at) group(std::integral_constant<int, 1>(), at);
 }
 
 }  // namespace specstate::runtime::HWY_NAMESPACE
@@ -190,7 +224,7 @@ void latent_attention(const std::uint16_t* const* rows, std::int64_t n, std::int
                       std::int64_t heads, float* out, float* scratch) {
   HWY_DYNAMIC_DISPATCH(latent_attention_of)(rows, n, width, value_width, q, heads, out, scratch);
 }
-std::int64_t block_scratch(std::int64_t n) { return padded(n); }
+std::int64_t block_scratch(std::int64_t nq, std::int64_t n) { return std::min<std::int64_t>(nq, 8) * padded(n); }
 void block_attention(const float* q, std::int64_t q_stride, std::int64_t nq, const float* k, const float* v, std::int64_t n,
                      const std::int64_t* first, std::int64_t dim, float* out, std::int64_t out_stride, float* scratch) {
   HWY_DYNAMIC_DISPATCH(block_attention_of)(q, q_stride, nq, k, v, n, first, dim, out, out_stride, scratch);

@@ -20,9 +20,9 @@ void latent_attention(const std::uint16_t* const* rows, std::int64_t n, std::int
 std::int64_t latent_scratch(std::int64_t n, std::int64_t width);
 
 /// Softmax attention of nq queries (already scaled) over n keys; query i sees keys from first[i] on. q, out [nq][dim] with row strides;
-/// k, v [n][dim] dense. `scratch` has block_scratch(n) floats.
+/// v [n][dim] dense; k in blocks of 16 keys, [ceil(n / 16)][dim][16]. `scratch` has block_scratch(nq, n) floats.
 void block_attention(const float* q, std::int64_t q_stride, std::int64_t nq, const float* k, const float* v, std::int64_t n,
                      const std::int64_t* first, std::int64_t dim, float* out, std::int64_t out_stride, float* scratch);
-std::int64_t block_scratch(std::int64_t n);
+std::int64_t block_scratch(std::int64_t nq, std::int64_t n);
 
 }  // namespace specstate::runtime

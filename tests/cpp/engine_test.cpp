@@ -567,11 +567,14 @@ TEST(Kernels, LatentAttentionEqualsTheFormula) {
 TEST(Kernels, BlockAttentionEqualsTheFormula) {
   for (const int n : {4, 21, 70})
     for (const int dim : {3, 16, 40}) {
-      const int nq = 4;
+      const int nq = 11;  // a group of eight and three by themselves
       const auto q = normals(static_cast<std::size_t>(nq * dim), 7), k = normals(static_cast<std::size_t>(n * dim), 8), v = normals(static_cast<std::size_t>(n * dim), 9);
-      const std::vector<std::int64_t> first{0, 1, 2, 3};
-      std::vector<float> out(static_cast<std::size_t>(nq * dim), NAN), scratch(static_cast<std::size_t>(block_scratch(n)), NAN);
-      block_attention(q.data(), dim, nq, k.data(), v.data(), n, first.data(), dim, out.data(), dim, scratch.data());
+      const std::vector<std::int64_t> first{0, 1, 2, 3, 0, 0, 1, 1, 2, 3, 0};
+      std::vector<float> blocks(static_cast<std::size_t>((n + 15) / 16 * 16 * dim), NAN);
+      for (int p = 0; p < n; ++p)
+        for (int c = 0; c < dim; ++c) blocks[static_cast<std::size_t>((p / 16 * dim + c) * 16 + p % 16)] = k[static_cast<std::size_t>(p * dim + c)];
+      std::vector<float> out(static_cast<std::size_t>(nq * dim), NAN), scratch(static_cast<std::size_t>(block_scratch(nq, n)), NAN);
+      block_attention(q.data(), dim, nq, blocks.data(), v.data(), n, first.data(), dim, out.data(), dim, scratch.data());
       for (int i = 0; i < nq; ++i) {
         std::vector<double> want(static_cast<std::size_t>(dim), 0.0);
         double sum = 0;
