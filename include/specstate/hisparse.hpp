@@ -24,6 +24,9 @@ namespace specstate::hisparse {
 /// The most occurrences (steps * top-k) of one request in one call.
 inline constexpr std::int64_t kMaxOccurrences = 65536;
 
+/// "Take it from the tensors", for the sizes that sglang's calls spell out.
+inline constexpr std::int64_t kInfer = INT64_MIN;
+
 enum class RowLayout : std::uint8_t {
   kLinear,     ///< row r of a buffer is entry r of its first dimension
   kDsv4Paged,  ///< DeepSeek-V4 pages of 64 rows: 64 values of 576 bytes, 64 scales of 8 bytes, padding to 37440 bytes
@@ -112,14 +115,14 @@ struct SwapInSingleParams {
   TensorView host_cache_locs;       ///< [R, L] int64
   TensorView device_buffer_locs;    ///< [R, >=H+1] int32
   KvBuffers buffers;
-  TensorView top_k_device_locs;       ///< out [B, K] int32; blocks: [B, >=K], columns beyond K are left alone
-  TensorView req_pool_indices;        ///< [B] int32 or int64
-  TensorView seq_lens;                ///< [B] int32 or int64
-  TensorView lru_slots;               ///< in/out [R, H] int16 (int32 beyond 32767 slots), a permutation, oldest first
-  std::int64_t item_size_bytes = -1;  ///< -1: the bytes of a row of host_cache
-  std::int64_t num_top_k = -1;        ///< selected entries a row; -1: top_k_tokens' width
-  std::int64_t hot_buffer_size = -1;  ///< H >= K; -1: lru_slots' width
-  TensorView num_real_reqs;           ///< [1] int32, optional
+  TensorView top_k_device_locs;           ///< out [B, K] int32; blocks: [B, >=K], columns beyond K are left alone
+  TensorView req_pool_indices;            ///< [B] int32 or int64
+  TensorView seq_lens;                    ///< [B] int32 or int64
+  TensorView lru_slots;                   ///< in/out [R, H] int16 (int32 beyond 32767 slots), a permutation, oldest first
+  std::int64_t item_size_bytes = kInfer;  ///< kInfer: the bytes of a row of host_cache
+  std::int64_t num_top_k = kInfer;        ///< selected entries a row; kInfer: top_k_tokens' width
+  std::int64_t hot_buffer_size = kInfer;  ///< H >= K; kInfer: lru_slots' width
+  TensorView num_real_reqs;               ///< [1] int32, optional
   RowLayout layout = RowLayout::kLinear;
   MissPlan plan;  ///< optional
   std::int64_t sparse_block_size = 1;
@@ -160,7 +163,7 @@ struct ReplayPlanParams {
   TensorView num_real_reqs;  ///< [1] int32, clamped to 0..B; not given: all rows
   const KvBuffers* followers = nullptr;
   std::int64_t num_followers = 0;
-  std::int64_t item_size_bytes = -1;  ///< -1: the bytes of a row of each host_cache
+  std::int64_t item_size_bytes = kInfer;  ///< kInfer: the bytes of a row of each host_cache
   RowLayout layout = RowLayout::kLinear;
   bool skip_io = false;
   const char* op = "replay_plan";

@@ -9,6 +9,7 @@ Every function raises ValueError naming the argument before anything is written.
 `src/hisparse/SEMANTICS.md`.
 """
 
+from operator import index
 from typing import Any, NamedTuple
 
 from ._arrays import array_in, array_out, empty_like
@@ -44,8 +45,15 @@ def _paged(layout):
         raise ValueError(f"layout: expected 'linear' or 'dsv4', got {layout!r}.") from None
 
 
+_INFER = -(2**63)  # kInfer of the C++ interface: take the size from the tensors
+
+
 def _hint(op, name, value, low, high):
-    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+    try:
+        ok = low <= index(value) <= (high or 2**31)
+    except TypeError:
+        ok = False
+    if not ok:
         expected = f"{low} to {high}" if high is not None else f"at least {low}"
         raise ValueError(f"{op}: {name}: expected {expected}, got {value!r}.")
 
@@ -185,7 +193,7 @@ def swap_in_single(
         out = empty_like(top_k_tokens, (rows, entries * sparse_block_size), "int32")
     _single(
         "swap_in_single", _paged(layout), top_k_tokens, device_buffer_tokens, host_cache_locs, device_buffer_locs, host_cache,
-        device_buffer, host_cache_v, device_buffer_v, out, req_pool_indices, seq_lens, lru_slots, -1, -1, -1, num_real_reqs, miss_src,
+        device_buffer, host_cache_v, device_buffer_v, out, req_pool_indices, seq_lens, lru_slots, _INFER, _INFER, _INFER, num_real_reqs, miss_src,
         miss_dst, miss_count, sparse_block_size, skip_io, stream,
     )
     return out
@@ -209,15 +217,15 @@ def _single(
         array_in("req_pool_indices", req_pool_indices),
         array_in("seq_lens", seq_lens),
         array_out("lru_slots", lru_slots),
-        item_size_bytes,
-        num_top_k,
-        hot_buffer_size,
+        index(item_size_bytes),
+        index(num_top_k),
+        index(hot_buffer_size),
         array_in("num_real_reqs", num_real_reqs),
         paged,
         array_out("miss_src", miss_src),
         array_out("miss_dst", miss_dst),
         array_out("miss_count", miss_count),
-        sparse_block_size,
+        index(sparse_block_size),
         bool(skip_io),
         op.startswith(("load_", "copy_")),  # sglang's names keep its one row stride of both plan tensors
         op,
@@ -259,7 +267,7 @@ def replay_plan(
     for name, x, n in [("device_buffer", devices, len(hosts)), ("host_cache_v", hosts_v, len(hosts)), ("device_buffer_v", devices_v, len(hosts_v))]:
         if len(x) != n and not (name == "host_cache_v" and not x):
             raise ValueError(f"replay_plan: {name}: expected {n} layers, got {len(x)}.")
-    _replay("replay_plan", miss_src, miss_dst, miss_count, num_real_reqs, hosts, devices, hosts_v, devices_v, -1, _paged(layout), skip_io, stream)
+    _replay("replay_plan", miss_src, miss_dst, miss_count, num_real_reqs, hosts, devices, hosts_v, devices_v, _INFER, _paged(layout), skip_io, stream)
 
 
 def _replay(op, miss_src, miss_dst, miss_count, num_real_reqs, hosts, devices, hosts_v, devices_v, item_size_bytes, paged, skip_io, stream):
@@ -272,7 +280,7 @@ def _replay(op, miss_src, miss_dst, miss_count, num_real_reqs, hosts, devices, h
         devices,
         hosts_v,
         devices_v,
-        item_size_bytes,
+        index(item_size_bytes),
         paged,
         bool(skip_io),
         op.startswith(("load_", "copy_")),  # sglang's names keep its one row stride of both plan tensors
@@ -349,7 +357,6 @@ def load_cache_to_device_buffer_spec_mla(
     both. Errors carry sglang's texts: ValueError, and RuntimeError where sglang's C++ side checks.
     """
     limits = 0 if strict_sglang is None else 1 if strict_sglang else 2
-    cache_index, cache_policy, scratch_locs, scratch_state = state
     function("hisparse_swap_in_spec")(
         array_in("top_k_tokens", top_k_tokens),
         array_out("device_buffer_tokens", device_buffer_tokens),
@@ -360,10 +367,10 @@ def load_cache_to_device_buffer_spec_mla(
         array_out("top_k_device_locs", top_k_device_locs),
         array_in("req_pool_indices", req_pool_indices),
         array_in("seq_lens", seq_lens),
-        array_out("state.cache_index", cache_index),
-        array_out("state.cache_policy", cache_policy),
-        array_out("state.scratch_locs", scratch_locs),
-        array_out("state.scratch_state", scratch_state),
+        array_out("state.cache_index", state.cache_index),
+        array_out("state.cache_policy", state.cache_policy),
+        array_out("state.scratch_locs", state.scratch_locs),
+        array_out("state.scratch_state", state.scratch_state),
         array_in("num_real_reqs", num_real_reqs),
         array_out("miss_src", miss_src),
         array_out("miss_dst", miss_dst),

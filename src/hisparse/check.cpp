@@ -58,7 +58,7 @@ RowBuffer rows_of(Checker& check, const char* name, const TensorView& t, std::in
   return b;
 }
 
-/// `item_bytes` -1: the bytes of a row of the first host cache.
+/// `item_bytes` kInfer: the bytes of a row of the first host cache.
 CopyArgs copy_args(Checker& check, const KvBuffers& k, RowLayout row_layout, std::int64_t item_bytes, bool skip_io,
                    const char* const names[4] = nullptr) {
   static const char* const kDefault[4] = {"host_cache", "device_buffer", "host_cache_v", "device_buffer_v"};
@@ -85,13 +85,13 @@ CopyArgs copy_args(Checker& check, const KvBuffers& k, RowLayout row_layout, std
     }
   }
   if (c.paged) {
-    check.require(item_bytes == -1 || item_bytes == layout::kPagedRowBytes, "item_size_bytes", "584 for the DSv4 layout",
+    check.require(item_bytes == kInfer || item_bytes == layout::kPagedRowBytes, "item_size_bytes", "584 for the DSv4 layout",
                   std::to_string(item_bytes));
     c.item_bytes = layout::kPagedRowBytes;
   } else {
     const TensorView& h = k.host_cache;
     c.item_bytes = item_bytes;
-    if (item_bytes == -1) {
+    if (item_bytes == kInfer) {
       std::int64_t elements = 1;
       for (int i = 1; i < h.ndim; ++i) elements *= h.sizes[i];
       c.item_bytes = elements * size_of(h.dtype);
@@ -166,7 +166,7 @@ CopyArgs check_buffers(const char* op, const KvBuffers& buffers, RowLayout row_l
   const std::string n[4] = {at + "host_cache", at + "device_buffer", at + "host_cache_v", at + "device_buffer_v"};
   const char* const names[4] = {n[0].c_str(), n[1].c_str(), n[2].c_str(), n[3].c_str()};
   check.arg(names[1], buffers.device_buffer).required().same_device();
-  return copy_args(check, buffers, row_layout, -1, false, names);
+  return copy_args(check, buffers, row_layout, kInfer, false, names);
 }
 
 // -------------------------------------------------------------------------------------------------------------- swap_in
@@ -207,7 +207,7 @@ SwapInArgs check(const SwapInParams& p) {
   a.plan = plan_args(check, p.plan);
   for (const auto& [name, t] : {std::pair{"unique_misses", &p.unique_misses}, std::pair{"unique_hits", &p.unique_hits}})
     check.arg(name, *t).dtype(DType::kInt32).shape({Dim::at_least(B, "B")}).same_device().no_self_overlap();
-  a.copy = copy_args(check, p.buffers, p.layout, -1, p.skip_io);
+  a.copy = copy_args(check, p.buffers, p.layout, kInfer, p.skip_io);
 
   a.tokens = strided3<const std::int32_t>(p.top_k_tokens);
   a.out = strided3<std::int32_t>(p.top_k_device_locs);
@@ -336,7 +336,7 @@ SpecSwapArgs check(const SpecSwapParams& p) {
   a.scratch_name = "state.scratch_locs";
   a.num_real = num_real(check, p.num_real_reqs);
   a.plan = plan_args(check, p.plan);
-  a.copy = copy_args(check, p.buffers, RowLayout::kLinear, -1, false);
+  a.copy = copy_args(check, p.buffers, RowLayout::kLinear, kInfer, false);
   a.tokens = strided3<const std::int32_t>(p.top_k_tokens);
   a.out = strided3<std::int32_t>(p.top_k_device_locs);
   a.seq_lens = {p.seq_lens.data, S * p.seq_lens.strides[0], p.seq_lens.strides[0], 4};
@@ -370,8 +370,8 @@ SwapInSingleArgs check(const SwapInSingleParams& p) {
   check.require(block >= 1, "sparse_block_size", ">= 1", std::to_string(block));
   check.arg("top_k_tokens", p.top_k_tokens).required().ndim(2);
   check.arg("lru_slots", p.lru_slots).required().ndim(2);
-  const std::int64_t H = p.hot_buffer_size != -1 ? p.hot_buffer_size : p.lru_slots.sizes[1];
-  const std::int64_t entries = p.num_top_k != -1 ? p.num_top_k : p.top_k_tokens.sizes[1];
+  const std::int64_t H = p.hot_buffer_size != kInfer ? p.hot_buffer_size : p.lru_slots.sizes[1];
+  const std::int64_t entries = p.num_top_k != kInfer ? p.num_top_k : p.top_k_tokens.sizes[1];
   if (static_cast<__int128>(entries) * block > H)
     throw_value(block > 1 ? fmt::format("hot_buffer_size ({}) must be >= selected tokens ({})", H, static_cast<__int128>(entries) * block)
                           : fmt::format("hot_buffer_size ({}) must be >= num_top_k ({})", H, entries));

@@ -257,6 +257,10 @@ SINGLE_CASES = {
     "locs width": (lambda a: dict(device_buffer_locs=a["device_buffer_locs"][:, :8]), SINGLE_OP + "device_buffer_locs: expected shape [R, H+P >= 9], got (2, 8).", ValueError),
     "host locs dtype": (lambda a: dict(host_cache_locs=a["host_cache_locs"].astype(np.int32)), SINGLE_OP + "host_cache_locs: expected dtype int64, got int32.", ValueError),
     "item size": (lambda a: dict(item_size_bytes=7), SINGLE_OP + "host_cache: expected rows of 7 bytes, got rows of 8 bytes.", ValueError),
+    "item size -1": (lambda a: dict(item_size_bytes=-1), SINGLE_OP + "item_size_bytes: expected >= 1, got -1.", ValueError),
+    "top-k -1": (lambda a: dict(num_top_k=-1), SINGLE_OP + "num_top_k: expected >= 0, got -1.", ValueError),
+    "hot -1": (lambda a: dict(hot_buffer_size=-1), "hot_buffer_size (-1) must be >= num_top_k (4)", ValueError),
+    "block size kind": (lambda a: dict(block_size=2.5), SINGLE_OP + "block_size: expected 1 to 1024, got 2.5.", ValueError),
     "item size 0": (lambda a: dict(item_size_bytes=0), SINGLE_OP + "item_size_bytes: expected >= 1, got 0.", ValueError),
     "block size": (lambda a: dict(block_size=1025), SINGLE_OP + "block_size: expected 1 to 1024, got 1025.", ValueError),
     "block size 0": (lambda a: dict(block_size=0), SINGLE_OP + "block_size: expected 1 to 1024, got 0.", ValueError),
@@ -272,6 +276,13 @@ def test_single_refusals(name):
     a = single_arguments()
     a.update(change(a))
     refused(SINGLE, a, text, kind)
+
+
+def test_integers_of_any_kind():
+    a = single_arguments()
+    for name in ("item_size_bytes", "num_top_k", "hot_buffer_size"):
+        a[name] = np.int64(a[name])
+    SINGLE(**a, block_size=np.int32(64), page_size=np.int64(64))
 
 
 def test_single_ids_inside_the_tables():
