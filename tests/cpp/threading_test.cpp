@@ -8,6 +8,8 @@
 #include "cpu/matmul.hpp"
 #include "cpu/parallel.hpp"
 #include "specstate/draft_kv.hpp"
+#include "specstate/hisparse.hpp"
+#include "specstate/kda.hpp"
 #include "thread_pool.hpp"
 
 using namespace specstate;
@@ -98,6 +100,101 @@ TEST(Threads, DraftKvMaterializes) {
     draft_kv::materialize_into_pool(p);
     k.memory.insert(k.memory.end(), v.memory.begin(), v.memory.end());
     return k.memory;
+  });
+}
+
+struct KdaCall {
+  static constexpr std::int64_t N = 3, W = 4, T = N * W, H = 2, HV = 4, D = 64;
+  Tensor q = floats(DType::kFloat32, {T, H, D}, 11), k = floats(DType::kFloat32, {T, H, D}, 12),
+         v = floats(DType::kFloat32, {T, HV, D}, 13);
+  Tensor wq = floats(DType::kFloat32, {H * D, 4}, 14), wv = floats(DType::kFloat32, {HV * D, 4}, 15);
+  Tensor csq = floats(DType::kFloat32, {N, H*D, 3}, 16), csk = floats(DType::kFloat32, {N, H*D, 3}, 17);
+  Tensor csv = floats(DType::kFloat32, {N, HV*D, 3}, 18), g = floats(DType::kFloat32, {T, HV, D}, 19);
+  Tensor beta = floats(DType::kFloat32, {T, HV}, 20), a_log = floats(DType::kFloat32, {HV}, 21),
+         bias = floats(DType::kFloat32, {HV, D}, 22);
+  Tensor state = floats(DType::kFloat32, {N, HV, D, D}, 23), out = zeros(DType::kFloat32, {T, HV, D});
+  Tensor rawv = zeros(DType::kFloat32, {N, HV, W, D}), rawk = zeros(DType::kFloat32, {N, H, W, D});
+  Tensor ring_g = zeros(DType::kFloat32, {N, HV, W, D}), ring_beta = zeros(DType::kFloat32, {N, HV, W});
+  Tensor slots = integers(DType::kInt32, {N}, std::vector<std::int32_t>{2, 0, 1});
+  Tensor cu = integers(DType::kInt32, {N + 1}, std::vector<std::int32_t>{0, 4, 8, 12});
+  Tensor accept = integers(DType::kInt32, {N}, std::vector<std::int32_t>{1, 4, 3});
+
+  void fill(kda::StepParams& p) {
+    p.x_q = q, p.x_k = k, p.x_v = v, p.w_q = p.w_k = wq, p.w_v = wv, p.cs_q = csq, p.cs_k = csk, p.cs_v = csv;
+    p.g = g, p.beta = beta, p.A_log = a_log, p.dt_bias = bias, p.state = state, p.slots = slots, p.cu_seqlens = cu, p.out = out;
+    p.lower_bound = -5.0;
+  }
+  kda::Rings rings() const { return {rawv, rawk, ring_g, ring_beta}; }
+  std::vector<std::byte> written() const {
+    std::vector<std::byte> all;
+    for (const Tensor* t : {&out, &state, &csq, &csk, &csv, &rawv, &rawk, &ring_g, &ring_beta})
+      all.insert(all.end(), t->memory.begin(), t->memory.end());
+    return all;
+  }
+};
+
+TEST(Threads, KdaVerifiesAndFolds) {
+  same_bytes_at_any_thread_count([] {
+    KdaCall c;
+    kda::VerifyParams p;
+    c.fill(p);
+    p.rings = c.rings();
+    kda::verify(p);
+    kda::FoldParams f;
+    f.state = c.state, f.rings = c.rings(), f.slots = c.slots, f.accept = c.accept;
+    kda::fold(f);
+    return c.written();
+  });
+}
+
+TEST(Threads, KdaDecodes) {
+  same_bytes_at_any_thread_count([] {
+    KdaCall c;
+    kda::DecodeParams p;
+    c.fill(p);
+    kda::decode(p);
+    return c.written();
+  });
+}
+
+TEST(Threads, HisparseSwapsAndReplays) {
+  constexpr std::int64_t B = 6, S = 2, K = 24, R = 7, H = 64, P = 2, L = 300, item = 1040, host_rows = R * L, device_rows = R * (H + P);
+  const Tensor host = floats(DType::kFloat32, {host_rows, item / 4}, 31);
+  std::vector<std::int32_t> picked, requests, lens(B * S, L), places;
+  std::uint32_t seed = 5;
+  for (int i = 0; i < B * S * K; ++i) picked.push_back(static_cast<std::int32_t>((seed = seed * 1664525u + 1013904223u) >> 8) % L);
+  for (int b = 0; b < B; ++b) requests.push_back((b * 3 + 1) % R);
+  for (int i = 0; i < R * L; ++i) places.push_back((i * 101) % static_cast<int>(host_rows));
+  std::vector<std::int32_t> locs;
+  for (int i = 0; i < device_rows; ++i) locs.push_back(i);
+  const Tensor tokens = integers(DType::kInt32, {B, S, K}, picked), ids = integers(DType::kInt32, {B}, requests);
+  const Tensor seq_lens = integers(DType::kInt32, {B, S}, lens), host_locs = integers(DType::kInt32, {R, L}, places);
+  const hisparse::SwapShape shape{R, H, P, L};
+  same_bytes_at_any_thread_count([&] {
+    Tensor memory = zeros(DType::kUInt8, {hisparse::swap_state_bytes(shape) + 64});
+    const auto address = reinterpret_cast<std::uintptr_t>(memory.view.data);
+    const hisparse::SwapState state = hisparse::swap_state_view(shape, memory.memory.data() + (64 - address % 64));
+    std::memcpy(state.slot_locs.data, locs.data(), locs.size() * sizeof(locs[0]));
+    hisparse::reset_swap_state(state);
+    Tensor device = zeros(DType::kFloat32, {device_rows, item / 4}), follower = zeros(DType::kFloat32, {device_rows, item / 4});
+    Tensor out = zeros(DType::kInt32, {B, S, K}), src = zeros(DType::kInt64, {B, S * K}), dst = zeros(DType::kInt32, {B, S * K});
+    Tensor count = zeros(DType::kInt32, {B});
+    hisparse::SwapInParams p;
+    p.top_k_tokens = tokens, p.seq_lens = seq_lens, p.req_pool_indices = ids, p.host_cache_locs = host_locs, p.state = state;
+    p.buffers.host_cache = host, p.buffers.device_buffer = device, p.top_k_device_locs = out;
+    p.plan = {src, dst, count};
+    hisparse::swap_in(p);
+    hisparse::KvBuffers other;
+    other.host_cache = host, other.device_buffer = follower;
+    hisparse::ReplayPlanParams r;
+    r.miss_src = src, r.miss_dst = dst, r.miss_count = count, r.followers = &other, r.num_followers = 1;
+    hisparse::replay_plan(r);
+    std::vector<std::byte> all = out.memory;
+    for (const Tensor* t : {&device, &follower, &count}) all.insert(all.end(), t->memory.begin(), t->memory.end());
+    const auto* tables = static_cast<const std::byte*>(state.slot_tokens.data);
+    all.insert(all.end(), tables, tables + state.slot_tokens.numel() * 4);
+    EXPECT_EQ(device.memory, follower.memory);
+    return all;
   });
 }
 
