@@ -5,7 +5,7 @@
 CCACHE := $(shell command -v ccache 2>/dev/null)
 # $(call configure,PRESET): quiet unless it fails.
 configure = mkdir -p build && { cmake -DCMAKE_CXX_COMPILER_LAUNCHER=$(CCACHE) --preset $(1) > build/configure.log 2>&1 || { cat build/configure.log; exit 1; }; }
-PROMPT ?= It was the best of times, it was the worst of times,
+PROMPT ?= And it came to pass in those days, that
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12

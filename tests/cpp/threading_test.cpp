@@ -1,15 +1,22 @@
 // Every parallel operation on executors of plain threads: the same bytes at any number of threads, and under ThreadSanitizer no race.
 #include <gtest/gtest.h>
+#include <unistd.h>
 
+#include <cmath>
 #include <cstring>
+#include <filesystem>
+#include <string>
 #include <vector>
 
 #include "core/numeric.hpp"
 #include "cpu/matmul.hpp"
 #include "cpu/parallel.hpp"
+#include "runtime/synthetic.hpp"
+#include "specstate/accept.hpp"
 #include "specstate/draft_kv.hpp"
 #include "specstate/hisparse.hpp"
 #include "specstate/kda.hpp"
+#include "specstate/runtime.hpp"
 #include "thread_pool.hpp"
 
 using namespace specstate;
@@ -196,6 +203,50 @@ TEST(Threads, HisparseSwapsAndReplays) {
     EXPECT_EQ(device.memory, follower.memory);
     return all;
   });
+}
+
+TEST(Threads, AcceptanceRejects) {
+  const std::int64_t b = 40, W = 3, V = 4096;
+  Tensor target = floats(DType::kFloat32, {b, W, V}, 41), draft = floats(DType::kFloat32, {b, W - 1, V}, 42),
+         u = floats(DType::kFloat32, {b, W}, 43);
+  for (const Tensor* t : {&target, &draft, &u})
+    for (std::int64_t i = 0; i < t->view.numel(); ++i) t->view.as<float>()[i] = std::abs(t->view.as<float>()[i]);
+  std::vector<std::int32_t> proposals;
+  for (int i = 0; i < b * W; ++i) proposals.push_back(i * 37 % static_cast<int>(V));
+  const Tensor candidates = integers(DType::kInt32, {b, W}, proposals);
+  same_bytes_at_any_thread_count([&] {
+    Tensor lens = zeros(DType::kInt32, {b}), out = zeros(DType::kInt32, {b, W});
+    accept::VerifyRejectionParams p;
+    p.candidates = candidates, p.draft_probs = draft, p.target_probs = target, p.uniforms = u, p.accept_lens = lens, p.out_tokens = out;
+    accept::verify_rejection(p);
+    lens.memory.insert(lens.memory.end(), out.memory.begin(), out.memory.end());
+    return lens.memory;
+  });
+}
+
+// The whole engine: prefill in chunks, both drafters, verify, acceptance, commits; two prompts as one batch.
+TEST(Threads, EngineGenerates) {
+  const std::filesystem::path folder = std::filesystem::temp_directory_path() / ("specstate_threads_" + std::to_string(::getpid()));
+  runtime::write_synthetic_checkpoint(folder.string(), runtime::SyntheticShape{}, 3);
+  runtime::Engine engine(folder.string());
+  for (const runtime::Mode mode : {runtime::Mode::kPlain, runtime::Mode::kDFlash, runtime::Mode::kDSpark})
+    same_bytes_at_any_thread_count([&] {
+      runtime::GenerateOptions options;
+      options.mode = mode;
+      options.max_new_tokens = 12;
+      options.chunk = 16;
+      options.hot_slots = engine.top_k() + 4;
+      std::vector<std::byte> all;
+      for (const runtime::RequestReport& r :
+           engine.generate({"a prompt of some length, longer than the selection", "another"}, options).requests) {
+        const auto* tokens = reinterpret_cast<const std::byte*>(r.tokens.data());
+        all.insert(all.end(), tokens, tokens + r.tokens.size() * sizeof(int));
+        const auto* digest = reinterpret_cast<const std::byte*>(&r.state_digest);
+        all.insert(all.end(), digest, digest + sizeof r.state_digest);
+      }
+      return all;
+    });
+  std::filesystem::remove_all(folder);
 }
 
 TEST(Executor, CoversTheRangeOnceWithPiecesOfTheGrain) {
