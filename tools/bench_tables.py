@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes the tables of docs/performance.md from bench/results/*.json; `--check` only says whether the page is up to date.
 
-A table stands between two markers and names the results file and a prefix of the cases, or the file's ceilings:
+A table stands between two markers and names the results file and a family (or one operation of it), or the file's ceilings:
     <!-- bench cpu matmul/product -->
     <!-- /bench -->
 Keys that are the same in all cases stand in the line above the table.
@@ -33,10 +33,10 @@ def results_table(recorded, prefix):
     results = [r for r in recorded["results"] if r["case"].startswith(prefix + "/")]
     if not results:
         return "Not measured yet.\n"
-    keys_of = [dict(pair.split("=", 1) for pair in r["case"].rsplit("/", 1)[1].split(",")) for r in results]
-    names = sorted({k for keys in keys_of for k in keys})
+    keys_of = [{"operation": r["case"].split("/")[1], **dict(pair.split("=", 1) for pair in r["case"].rsplit("/", 1)[1].split(","))} for r in results]
+    names = sorted({k for keys in keys_of for k in keys}, key=lambda name: (name != "operation", name))
     varied = [n for n in names if len({keys.get(n) for keys in keys_of}) > 1]
-    same = [f"{n} {keys_of[0][n]}" for n in names if n not in varied]
+    same = [f"{n} {keys_of[0][n]}" for n in names if n not in varied and n != "operation"]
     peers = sorted({p for r in results for p in r["peers"]})
     rows = []
     for keys, r in sorted(zip(keys_of, results), key=lambda pair: sort_key([pair[0].get(n, "") for n in varied])):

@@ -82,6 +82,8 @@ def test_tables_pivot_keys_and_peers(tmp_path):
         "after <!-- bench h200 a/b -->\nNot measured yet.\n<!-- /bench -->"
     )
     assert bench_tables.render(page, tmp_path) == page
+    family = bench_tables.render("<!-- bench cpu a -->\n<!-- /bench -->", tmp_path)  # every operation of a family
+    assert "| operation | n | x | ours |" in family and "| b | 9 | q | 2.00 |" in family and "| c | 1 |  | 1.00 |" in family
 
 
 @pytest.mark.parametrize("changed,families", [
