@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "core/numeric.hpp"
+#include "cpu/vector.hpp"
 #include "draft_kv/check.hpp"
 #include "specstate/error.hpp"
 #include "thread_pool.hpp"
@@ -124,6 +125,32 @@ TEST(Layout, AddressesArePlaceValuesIn64Bits) {
     for (std::int64_t h = 0; h < N; ++h, column += Dv) EXPECT_EQ(v_column(width, l, N, D, h, Dv), column);
   }
   EXPECT_EQ(column, L * width);
+}
+
+TEST(Vectors, RoundAndRotateAsTheScalarsDo) {
+  std::mt19937 random(3);
+  for (std::int64_t n : {0, 1, 3, 15, 16, 17, 33, 100}) {
+    std::vector<float> x(n), cosine(n), sine(n), low(n), high(n);
+    for (std::int64_t i = 0; i < n; ++i) {
+      x[i] = core::from_bits(static_cast<std::uint32_t>(random()));  // any float: NaN, infinity, subnormal
+      low[i] = static_cast<float>(i) - 7.3f, high[i] = 0.1f * i, cosine[i] = 0.6f + 0.01f * i, sine[i] = 0.8f - 0.01f * i;
+    }
+    std::vector<core::bfloat16> stored(n);
+    std::vector<float> back(n), rounded = x, a = low, b = high;
+    specstate::cpu::to_bfloat16(x.data(), stored.data(), n);
+    specstate::cpu::to_float(stored.data(), back.data(), n);
+    specstate::cpu::round_to_bfloat16(rounded.data(), n);
+    specstate::cpu::rotate_halves(a.data(), b.data(), cosine.data(), sine.data(), n);
+    for (std::int64_t i = 0; i < n; ++i) {
+      const core::bfloat16 want = core::from_float<core::bfloat16>(x[i]);
+      EXPECT_EQ(stored[i].bits, want.bits);
+      EXPECT_EQ(core::bits_of(back[i]), core::bits_of(core::to_float(want)));
+      EXPECT_EQ(core::bits_of(rounded[i]), core::bits_of(core::to_float(want)));
+      specstate::cpu::rotate(low[i], high[i], cosine[i], sine[i]);
+      EXPECT_EQ(a[i], low[i]);
+      EXPECT_EQ(b[i], high[i]);
+    }
+  }
 }
 
 TEST(Layout, EveryRotatedChannelIsInOnePair) {
