@@ -1,5 +1,9 @@
 #include "common.hpp"
 
+#include <memory>
+#include <vector>
+
+#include "specstate/supports.hpp"
 #include "specstate/version.hpp"
 
 namespace specstate::binding {
@@ -68,6 +72,15 @@ ffi::Tensor reinterpret(ffi::Tensor source, DLDataType dtype) {
   return ffi::Tensor::FromDLPackVersioned(&holder->managed);
 }
 
+/// Between check_only(true) and check_only(false) this thread's calls only check their arguments.
+void check_only(bool on) {
+  thread_local std::vector<std::unique_ptr<CheckOnly>> scopes;
+  if (on)
+    scopes.push_back(std::make_unique<CheckOnly>());
+  else if (!scopes.empty())
+    scopes.pop_back();
+}
+
 ffi::String version() { return SPECSTATE_VERSION; }
 
 }  // namespace
@@ -91,6 +104,7 @@ TensorView view(const char* name, const ffi::TensorView& t) {
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(reinterpret, reinterpret);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(check_only, check_only);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(version, version);
 
 }  // namespace specstate::binding

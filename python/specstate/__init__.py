@@ -11,12 +11,21 @@ from importlib import import_module as _import_module
 
 _MODULES = ("accept", "draft_kv", "hisparse", "kda")
 
-__all__ = ["__version__", *_MODULES]
+__all__ = ["__version__", "supports", *_MODULES]
+
+TYPE_CHECKING = False  # what type checkers take as true; `typing` itself is too slow to import for it
+if TYPE_CHECKING:
+    from . import accept, draft_kv, hisparse, kda
+    from ._supports import supports
+
+    __version__: str
 
 
 def __getattr__(name):
     if name in _MODULES:
         return _import_module("." + name, __name__)
+    if name == "supports":
+        return _import_module("._supports", __name__).supports
     if name == "__version__":
         from ._library import version
 

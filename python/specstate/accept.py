@@ -1,4 +1,8 @@
-"""Acceptance: how many proposed tokens stand, which token follows them, and how long the next verify should be."""
+"""Acceptance: how many proposed tokens stand, which token follows them, and how long the next verify should be.
+
+`stream=` is a CUDA stream (an int, or an object with `cuda_stream`, `ptr` or `__cuda_stream__`), by default the framework's current
+one; CPU calls ignore it.
+"""
 
 from ._arrays import array_in, array_out, empty_like
 from ._library import function

@@ -1,4 +1,8 @@
-"""Draft KV: keys and values of a block drafter, computed from the target's features, straight into a paged pool."""
+"""Draft KV: keys and values of a block drafter, computed from the target's features, straight into a paged pool.
+
+`stream=` is a CUDA stream (an int, or an object with `cuda_stream`, `ptr` or `__cuda_stream__`), by default the framework's current
+one; CPU calls ignore it.
+"""
 
 from ._arrays import array_in, array_out, empty_like
 from ._library import function
@@ -142,7 +146,8 @@ class FusedKVMaterializeHelper:
     layers: objects with ``self_attn.{num_kv_heads, head_dim, rotary_emb, q_size, kv_size, qkv_proj.weight, k_norm.weight,
     k_norm.variance_epsilon}``; ``qkv_proj.weight`` [q_size + 2*kv_size, hidden], with an optional ``qkv_proj.bias``.
     rotary_emb: ``rotary_dim`` (default head_dim, even), ``is_neox_style`` (must be true), ``cos_sin_cache`` [P, rotary_dim] and,
-    if it can grow, ``_ensure_cos_sin_cache_length(max_position)``. max_position_hint: tokens to reserve rotary rows for.
+    if it can grow, ``_ensure_cos_sin_cache_length(max_position)``. num_kv_heads, head_dim: those of every layer; device: kept for the
+    caller, the weights say where the work is done. max_position_hint: tokens to reserve rotary rows for.
 
     The weights are packed here once; `refresh_weights` packs them again after they changed. Nothing else is kept between calls.
     """
@@ -289,7 +294,7 @@ def fused_norm_rope_stacked(
     """RMSNorm per K head, rotary (split halves), and V as it is, of a projection made elsewhere (sglang's
     `_fused_norm_rope_stacked`).
 
-    kv [T, L, 2*N*D] float32, bfloat16 or float16; k_norm_weight [L, D]; eps [L] float32; cos_sin_cache [P, rotary_dim];
+    N, D = num_kv_heads, head_dim; kv [T, L, 2*N*D] float32, bfloat16 or float16; k_norm_weight [L, D]; eps [L] float32; cos_sin_cache [P, rotary_dim];
     positions [T] int32 or int64. Returns (k, v), each [L, T, N, D] of kv's dtype, k_out and v_out where given; T = 0 returns two
     empty arrays. Raises ValueError, with sglang's texts where sglang checks; nothing is written then.
     """

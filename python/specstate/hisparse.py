@@ -5,6 +5,14 @@ signatures (0.5.23), the calls that work inside sglang's own state tensors. Word
 S steps, K top-k, H hot slots, P tail slots, L positions a request can have, Nh host rows, Nd device rows. A "token" is a position
 inside its request, a "loc" a row of a pool. On the CPU backend host and device buffers are both CPU memory.
 
+host_cache [Nh, ...] and device_buffer [Nd, ...] hold rows of the same number of bytes, of any dtype; host_cache_v and device_buffer_v
+are a second pair, moved by the same plan. `layout` says how rows lie: "linear", or "dsv4" for pages of 64 rows in 37440 bytes; under
+sglang's names item_size_bytes says how long a row is. A miss plan is miss_src [>=B, >=S*K] int64 host rows, miss_dst (same) int32
+device rows and miss_count [>=B] int32: what was copied, for a layer that shares the selection. num_real_reqs [1] int32: rows from
+there on are padding. skip_io moves no bytes. `out=` is where the result goes;
+`stream=` is a CUDA stream (an int, or an object with `cuda_stream`, `ptr` or `__cuda_stream__`), by default the framework's current
+one; CPU calls ignore it.
+
 Every function raises ValueError naming the argument before anything is written. What exactly a call does is in
 `src/hisparse/SEMANTICS.md`.
 """
@@ -406,7 +414,7 @@ def load_cache_to_device_buffer_mla(
 
     top_k_tokens, top_k_device_locs [B, K] int32; device_buffer_tokens, device_buffer_locs [R, >=H+1] int32, column H the newest
     token; host_cache_locs [R, L] int64; lru_slots [R, H] int16, oldest first; req_pool_indices, seq_lens [B] int32 or int64.
-    seq_len <= H: slot t holds token t. Padded rows and invalid tokens give -1. page_size is accepted and ignored, block_size (1 to
+    num_top_k = K, hot_buffer_size = H. seq_len <= H: slot t holds token t. Padded rows and invalid tokens give -1. page_size is accepted and ignored, block_size (1 to
     1024) is a hint. skip_io moves no bytes.
     """
     op = "load_cache_to_device_buffer_mla"
@@ -473,7 +481,8 @@ def load_blocks_to_device_buffer_mha(
 ):
     """Single-step swap-in of blocks of sparse_block_size tokens with one K and one V row a token.
 
-    top_k_blocks [B, n] int32; top_k_device_locs [B, >= n * sparse_block_size] int32; the rest as `load_cache_to_device_buffer_mla`.
+    top_k_blocks [B, n] int32; top_k_device_locs [B, >= n * sparse_block_size] int32; host_cache_k and host_cache_v [Nh, ...], device_buffer_k and
+    device_buffer_v [Nd, ...], host rows item_size_bytes apart; the rest as `load_cache_to_device_buffer_mla`.
     """
     op = "load_blocks_to_device_buffer_mha"
     _hint(op, "sparse_block_size", sparse_block_size, 1, None)
@@ -513,7 +522,10 @@ def copy_cache_planned_mla(
     is_dsv4_layout=False,
     skip_io=False,
 ):
-    """Replays rows 0..num_real_reqs-1 (None: all) of a recorded miss plan for a shared-index layer. num_blocks and block_size are hints."""
+    """Replays rows 0..num_real_reqs-1 (None: all) of a recorded miss plan for a shared-index layer.
+
+    is_dsv4_layout: the buffers hold DSv4 pages. num_blocks (>= 1) and block_size (1 to 1024) are hints.
+    """
     op = "copy_cache_planned_mla"
     _hint(op, "num_blocks", num_blocks, 1, None)
     _hint(op, "block_size", block_size, 1, 1024)
@@ -526,7 +538,7 @@ def copy_cache_planned_mla(
 def transfer_cache_dsv4_mla(src_ptrs, dst_ptrs, src_indices, dst_indices, block_size=1024):
     """Copies DSv4 rows between buffers given by address: src_ptrs, dst_ptrs [layers] uint64; src_indices, dst_indices [N] int64.
 
-    Addresses cannot be checked beyond being non-zero, indices beyond being >= 0. N = 0 does nothing.
+    Addresses cannot be checked beyond being non-zero, indices beyond being >= 0. N = 0 does nothing. block_size (1 to 1024) is a hint.
     """
     _hint("transfer_cache_dsv4_mla", "block_size", block_size, 1, 1024)
     function("hisparse_transfer_paged_pointers")(

@@ -7,7 +7,9 @@ rings into the state, ``rollback_conv_windows`` commits the convolution's window
 Sizes: N requests, T tokens of all requests, H key heads, HV value heads (a multiple of H), K and V channels of a head (64 or 128),
 L ring length, C = H*K or HV*V convolution channels. "act" is bfloat16 or float32, one for a whole call. On the CPU everything is
 deterministic bit for bit: ring output equals snapshot output, ``fold(accept=n)`` equals snapshot ``n-1``, a verify of W tokens
-equals W decodes, and a request's result does not depend on the others in the call.
+equals W decodes, and a request's result does not depend on the others in the call. `out=` is where the output goes;
+`stream=` is a CUDA stream (an int, or an object with `cuda_stream`, `ptr` or `__cuda_stream__`), by default the framework's current
+one; CPU calls ignore it.
 """
 
 from typing import Any, NamedTuple
@@ -64,6 +66,9 @@ def verify(x_q, x_k, x_v, g, beta, A_log, dt_bias, state, slots, cu_seqlens=None
     parents [N, tokens]: a tree; index of each token's parent within its request, < 0 for the request's own state.
     onorm_gate [T, HV, V], onorm_weight [V], onorm_eps: gated RMS norm of the output.
     lower_bound: the safe gate lower_bound * sigmoid(exp(A_log) * (g + dt_bias)); None: -exp(A_log) * softplus(g + dt_bias).
+    softplus_beta, softplus_threshold: softplus(x) = log(1 + exp(beta * x)) / beta, and x where beta * x > threshold.
+    scale: of q, default K ** -0.5. l2norm: q and k are normalised. round_before_norm: the output is rounded to act before its norm too.
+    exact: on CUDA, outputs with rings equal those with snapshots bit for bit (on the CPU they always do).
     update_state also stores the state after each request's last token; null_from_zero runs padding rows from a zero state.
 
     Returns out [T, HV, V] act. Raises ValueError naming the argument; nothing is written then.
@@ -105,6 +110,7 @@ def fold(state, rings, slots, accept, *, track=None, track_step=None, l2norm=Tru
     state [pool, HV, V, K] and `Rings`; or all layers in one call: state and every ring with a leading layer dimension.
     slots [N], <= null_slot is skipped; accept [N], tokens to commit with the bonus token, <= 0 is skipped, > L a ValueError.
     track, track_step [N] (both or none): after token track_step[n] the state is also stored in slot track[n].
+    l2norm: k is normalised, as it was in the verify.
     An accepted entry that no verify recorded is refused. Returns state.
     """
     _fold(0, state, rings, slots, accept, track, track_step, l2norm, null_slot, 0, 0, stream,
@@ -164,6 +170,7 @@ def fused_kda_decode_mtp_dspark(*, x_q, x_k, x_v, w_q, w_k, w_v, cs_q, cs_k, cs_
     recurrent_state [pool, H, V=128, K=128] float32, read only; ssm_state_indices [N], < 0 is padding; cu_seqlens [N+1].
     intermediate_ssm [rows, >= T/N, H, 128, 128]: snapshots, not written if the four replayssm_* rings are given (layouts as in `Rings`).
     intermediate_conv_* [rows, >= T/N, H*128, 3]; intermediate_state_indices [>= N]: each request's row of the intermediates.
+    lower_bound, scale, A_log [H], dt_bias [H*128], onorm_weight [128] and onorm_eps as in `verify`.
     exact: bitwise parity of the two modes' outputs on CUDA too (the CPU always has it).
 
     Returns out [1, T, H, 128] of x_v's dtype. A request shorter than T/N writes only its own tokens' entries.
@@ -192,9 +199,11 @@ _COMMIT_NAMES = ("checkpoint_state", "rawv_cache", "rawk_cache", "gk_cache", "be
 def commit_kda_replayssm_spec(checkpoint_state, rawv_cache, rawk_cache, gk_cache, beta_cache, ssm_state_indices, accept_lens,
                               max_cache_len, num_k_heads, mamba_track_indices=None, mamba_steps_to_track=None,
                               use_qk_l2norm_in_kernel=True, null_block_id=0, *, stream=None):  # fmt: skip
-    """`fold` of one layer under sglang's name: checkpoint_state [pool, HV, V, K] in place, rings as in `Rings`.
+    """`fold` of one layer under sglang's name: checkpoint_state [pool, HV, V, K] in place; rawv_cache, rawk_cache, gk_cache and
+    beta_cache as in `Rings`.
 
-    max_cache_len must be the rings' L and num_k_heads the heads of rawk_cache. Slots <= null_block_id are skipped.
+    ssm_state_indices, accept_lens, mamba_track_indices, mamba_steps_to_track [N] and use_qk_l2norm_in_kernel are the slots, accept, track,
+    track_step and l2norm of `fold`. max_cache_len must be the rings' L and num_k_heads the heads of rawk_cache. Slots <= null_block_id are skipped.
     """
     _fold(1, checkpoint_state, (rawv_cache, rawk_cache, gk_cache, beta_cache), ssm_state_indices, accept_lens, mamba_track_indices,
           mamba_steps_to_track, use_qk_l2norm_in_kernel, null_block_id, max_cache_len, num_k_heads, stream, _COMMIT_NAMES)  # fmt: skip
@@ -221,7 +230,8 @@ def fused_sigmoid_gating_delta_rule_update(A_log, a, dt_bias, softplus_beta, sof
     with cu_seqlens [N+1] the spans of one row. initial_state_source [pool, HV, V, K], advanced in place unless disable_state_update;
     initial_state_indices [N], < 0: from a zero state, which is not stored. intermediate_states_buffer [rows, steps, HV, V, K] gets the
     state after each token (row intermediate_state_indices[n]); retrieve_parent_token [N, T] makes a tree of them; cache_ring records
-    into the replayssm_* rings. cache_steps and match_cutedsl_decode change nothing here: the buffer's shape says the first, and there
+    into the replayssm_* rings. A_log, dt_bias, softplus_beta, softplus_threshold, lower_bound and scale as in `verify`;
+    use_qk_l2norm_in_kernel: q and k are normalised. cache_steps and match_cutedsl_decode change nothing here: the buffer's shape says the first, and there
     is one arithmetic. Returns [B, T, HV, V] in v's dtype.
     """
     out = _result(out, v)
@@ -248,7 +258,8 @@ def cutedsl_fused_sigmoid_gating_kda_update(A_log, dt_bias, q, k, v, a, b, initi
 
     q, k [N, 1, H, K], v [N, 1, HV, V], or [1, N, H, K] and [1, N, HV, V] for N > 1; a [N, HV*K], [N, HV, K] or with q's leading
     dimensions; b [N, HV] or with them; initial_state_source [pool, HV, V, K] or flat; initial_state_indices [N], < 0: output 0, no
-    state read or written. Returns v's shape.
+    state read or written. cu_seqlens [N+1]: one token a request. A_log, dt_bias, softplus_beta, softplus_threshold and scale as in
+    `verify`; use_qk_l2norm_in_kernel: q and k are normalised. Returns v's shape.
     """
     for name, x, heads in (("q", q, "H, K"), ("k", k, "H, K"), ("v", v, "HV, V")):
         if len(x.shape) != 4:

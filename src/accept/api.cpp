@@ -7,16 +7,17 @@ namespace specstate::accept {
 
 void verify_greedy(const VerifyGreedyParams& params, Stream stream) {
   const VerifyGreedyArgs args = check(params);
-  if (params.candidates.device.type == DeviceType::kCuda) core::no_cuda("verify_greedy");
-  cpu::run(args, stream);
+  core::on_backend("verify_greedy", params.candidates.device, [&] { cpu::run(args, stream); });
 }
 
 void verify_rejection(const VerifyRejectionParams& params, Stream stream) {
   const VerifyRejectionArgs args = check(params);
-  if (params.candidates.device.type == DeviceType::kCuda) core::no_cuda("verify_rejection");
-  cpu::run(args, stream);
+  core::on_backend("verify_rejection", params.candidates.device, [&] { cpu::run(args, stream); });
 }
 
-void plan_verify_lengths(const PlanVerifyLengthsParams& params) { cpu::run(check(params)); }
+void plan_verify_lengths(const PlanVerifyLengthsParams& params) {
+  const PlanVerifyLengthsArgs args = check(params);
+  core::on_backend("plan_verify_lengths", params.confidences.device, [&] { cpu::run(args); });
+}
 
 }  // namespace specstate::accept

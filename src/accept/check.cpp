@@ -29,7 +29,7 @@ void check_apart(const Checker& check, std::initializer_list<std::pair<const cha
 /// Optional lengths [b], each in low..high; read here only where the host may read them.
 void check_lengths(Checker& check, const char* name, const TensorView& t, Sym& b, std::int64_t low, std::int64_t high) {
   check.arg(name, t).dtype({DType::kInt32, DType::kInt64}).shape({b}).same_device();
-  if (!t.given() || t.device.type != DeviceType::kCpu) return;
+  if (!t.given() || !core::host_reads(t)) return;
   for (std::int64_t r = 0; r < b; ++r) {
     const std::int64_t n = core::load_index(t, r);
     if (n >= low && n <= high) continue;
@@ -40,7 +40,7 @@ void check_lengths(Checker& check, const char* name, const TensorView& t, Sym& b
 
 /// Every entry of a matrix within [low, high]; NaN is outside.
 void check_range(const Checker& check, const char* name, const TensorView& t, double low, double high, const char* expected) {
-  if (!t.given() || t.device.type != DeviceType::kCpu) return;
+  if (!t.given() || !core::host_reads(t)) return;
   for (std::int64_t r = 0; r < t.sizes[0]; ++r)
     for (std::int64_t j = 0; j < t.sizes[1]; ++j) {
       const double x = real_at(t, element_offset(t, r, j));
@@ -128,7 +128,7 @@ PlanVerifyLengthsArgs check(const PlanVerifyLengthsParams& p) {
                {"max_lens", &p.max_lens}});
   // The planner runs on the host; the sizes above were checked wherever the tensors are.
   check.require(check.device().type == DeviceType::kCpu, "confidences", "CPU tensors", name_of(check.device()));
-  if (table)
+  if (table && core::host_reads(p.probe_tokens))
     for (std::int64_t i = 0; i < n; ++i) {
       const double speed = real_at(p.steps_per_second, i * p.steps_per_second.strides[0]);
       check.require(speed > 0 && speed < HUGE_VAL, "steps_per_second", "finite numbers > 0",

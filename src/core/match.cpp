@@ -4,6 +4,8 @@
 #include <cstdlib>
 #include <limits>
 
+#include "specstate/supports.hpp"
+
 namespace specstate::core {
 
 void throw_value(const std::string& text) { throw Error(ErrorKind::kValue, text); }
@@ -172,6 +174,8 @@ bool may_overlap(const TensorView& a, const TensorView& b) {
     if (std::max(u1, apart + v1) - std::min(u0, apart + v0) > pitch) return true;
   }
 }
+
+bool host_reads(const TensorView& t) { return t.device.type == DeviceType::kCpu && !CheckOnly::active(); }
 
 std::int64_t load_index(const TensorView& t, std::int64_t i) {
   const std::int64_t offset = i * t.strides[0];

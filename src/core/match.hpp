@@ -119,6 +119,9 @@ class Checker {
 /// True if the two views may touch a common byte; false is certain, also for views that are woven into one buffer.
 bool may_overlap(const TensorView& a, const TensorView& b);
 
+/// Does a check look at what `t` holds? Not on a GPU, and not while only shapes and dtypes are asked about (CheckOnly).
+bool host_reads(const TensorView& t);
+
 /// int32 or int64 indices of any stride, read as int64. Copied at check time, so a backend never re-reads the caller's memory.
 std::int64_t load_index(const TensorView& t, std::int64_t i);
 

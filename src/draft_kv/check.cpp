@@ -25,7 +25,7 @@ bool is_fp8(DType t) { return t == DType::kFloat8E4M3FN || t == DType::kUInt8; }
 std::string at(std::int64_t i) { return " at row " + std::to_string(i); }
 
 void check_eps(const Checker& check, const TensorView& eps) {
-  if (eps.device.type != DeviceType::kCpu) return;
+  if (!core::host_reads(eps)) return;
   for (std::int64_t l = 0; l < eps.sizes[0]; ++l) {
     const float e = eps.as<float>()[l * eps.strides[0]];
     if (!(e >= 0 && e < HUGE_VALF)) check.fail("eps", "finite numbers >= 0", std::to_string(e) + " at layer " + std::to_string(l));
@@ -77,7 +77,7 @@ std::vector<float> scales(Checker& check, const char* name, const TensorView& t,
   check.require(t.ndim == 0 || (t.ndim == 1 && t.sizes[0] == layers), name, "a number or shape [L=" + std::to_string(layers) + "]",
                 shape_text(t));
   check.arg(name, t).same_device();
-  if (t.device.type != DeviceType::kCpu) return values;  // read by the kernel
+  if (!core::host_reads(t)) return values;  // read by the kernel
   for (std::int64_t l = 0; l < layers; ++l) {
     const std::int64_t offset = t.ndim == 0 ? 0 : l * t.strides[0];
     const double scale = t.dtype == DType::kFloat64 ? t.as<double>()[offset] : t.as<float>()[offset];
@@ -181,7 +181,7 @@ MaterializeArgs check(const MaterializeIntoPoolParams& p) {
   a.k_scale = scales(check, "k_scale", p.k_scale, L, a.k_dtype);
   a.v_scale = scales(check, "v_scale", p.v_scale, L, a.v_dtype);
   a.layers = L, a.heads = N, a.v_head_dim = Dv;
-  if (p.ctx_hidden.device.type != DeviceType::kCpu) return a;
+  if (!core::host_reads(p.ctx_hidden)) return a;
   if (p.commit_lens.given())
     for (std::int64_t r = 0; r < b; ++r) {
       const std::int64_t n = core::load_index(p.commit_lens, r);
@@ -249,7 +249,7 @@ FusedNormRopeStackedArgs check(const FusedNormRopeStackedParams& p) {
       check.require(!core::may_overlap(*out, *in), name, "memory of its own", "memory that overlaps an input");
   }
   check.require(!core::may_overlap(p.k_out, p.v_out), "v_out", "memory of its own", "memory that overlaps k_out");
-  if (p.kv.device.type == DeviceType::kCpu)
+  if (core::host_reads(p.kv))
     for (std::int64_t t = 0; t < T; ++t) {
       const std::int64_t position = core::load_index(p.positions, t);
       if (position < 0 || position >= P)

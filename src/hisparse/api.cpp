@@ -9,9 +9,6 @@
 namespace specstate::hisparse {
 
 namespace {
-void cpu_only(const char* op, const TensorView& any) {
-  if (any.device.type == DeviceType::kCuda) core::no_cuda(op);
-}
 void check_shape(const char* op, const SwapShape& s) {
   core::Checker check(op);
   const std::pair<const char*, std::int64_t> sizes[] = {{"requests", s.requests}, {"hot", s.hot}, {"context", s.context}, {"tail", s.tail}};
@@ -44,47 +41,40 @@ SwapState swap_state_view(const SwapShape& shape, void* memory, Device device) {
 
 void reset_swap_state(const SwapState& state, const TensorView& requests, Stream) {
   check_reset(state, requests);
-  cpu_only("reset_swap_state", state.slot_tokens);
-  cpu::reset(state, requests);
+  core::on_backend("reset_swap_state", state.slot_tokens.device, [&] { cpu::reset(state, requests); });
 }
 
 void swap_in(const SwapInParams& params, Stream stream) {
   const SwapInArgs args = check(params);
-  cpu_only(args.op, params.top_k_tokens);
-  cpu::run(args, stream);
+  core::on_backend(args.op, params.top_k_tokens.device, [&] { cpu::run(args, stream); });
 }
 
 void swap_in_single(const SwapInSingleParams& params, Stream stream) {
   const SwapInSingleArgs args = check(params);
-  cpu_only(args.op, params.top_k_tokens);
-  cpu::run(args, stream);
+  core::on_backend(args.op, params.top_k_tokens.device, [&] { cpu::run(args, stream); });
 }
 
 void swap_in_spec(const SpecSwapParams& params, Stream stream) {
   const SpecSwapArgs args = check(params);
-  cpu_only(args.op, params.top_k_tokens);
-  cpu::run(args, stream);
+  core::on_backend(args.op, params.top_k_tokens.device, [&] { cpu::run(args, stream); });
 }
 
 void replay_plan(const ReplayPlanParams& params, Stream stream) {
   std::vector<CopyArgs> followers;
   const ReplayPlanArgs args = check(params, followers);
-  cpu_only(args.op, params.miss_src);
-  cpu::run(args, followers.data(), static_cast<std::int64_t>(followers.size()), stream);
+  core::on_backend(args.op, params.miss_src.device, [&] { cpu::run(args, followers.data(), static_cast<std::int64_t>(followers.size()), stream); });
 }
 
 void transfer_paged(const TransferPagedParams& params, Stream stream) {
   std::vector<TransferLayer> layers;
   const TransferArgs args = check(params, layers);
-  cpu_only(args.op, params.src_indices);
-  cpu::run(args, layers.data(), static_cast<std::int64_t>(layers.size()), stream);
+  core::on_backend(args.op, params.src_indices.device, [&] { cpu::run(args, layers.data(), static_cast<std::int64_t>(layers.size()), stream); });
 }
 
 void transfer_paged_pointers(const TransferPagedPointersParams& params, Stream stream) {
   std::vector<TransferLayer> layers;
   const TransferArgs args = check(params, layers);
-  cpu_only(args.op, params.src_indices);
-  cpu::run(args, layers.data(), static_cast<std::int64_t>(layers.size()), stream);
+  core::on_backend(args.op, params.src_indices.device, [&] { cpu::run(args, layers.data(), static_cast<std::int64_t>(layers.size()), stream); });
 }
 
 }  // namespace specstate::hisparse

@@ -491,7 +491,7 @@ TransferArgs check(const TransferPagedPointersParams& p, std::vector<TransferLay
   check.arg("src_indices", p.src_indices).required().dtype(DType::kInt64).shape({N}).same_device();
   check.arg("dst_indices", p.dst_indices).required().dtype(DType::kInt64).shape({N}).same_device();
   layers.clear();
-  if (N > 0 && check.device().type == DeviceType::kCpu) {  // on a GPU the addresses are the kernel's to read
+  if (N > 0 && core::host_reads(p.src_ptrs)) {  // on a GPU the addresses are the kernel's to read
     for (std::int64_t i = 0; i < L; ++i) {
       const auto src = p.src_ptrs.as<const std::uint64_t>()[i * p.src_ptrs.strides[0]];
       const auto dst = p.dst_ptrs.as<const std::uint64_t>()[i * p.dst_ptrs.strides[0]];

@@ -14,8 +14,7 @@ namespace {
 
 template <class Args>
 void dispatch(const char* op, Device device, const Args& args, Stream stream) {
-  if (device.type == DeviceType::kCuda) core::no_cuda(op);
-  cpu::run(args, stream);
+  core::on_backend(op, device, [&] { cpu::run(args, stream); });
 }
 
 using Names = std::initializer_list<std::pair<const char*, const char*>>;

@@ -13,14 +13,13 @@ namespace specstate::kda {
 
 using core::Checker;
 using core::Dim;
+using core::host_reads;
 using core::load_index;
 using core::Sym;
 
 namespace {
 
 constexpr std::int64_t kTaps = 4, kWindow = 3;
-
-bool on_cpu(const TensorView& t) { return t.device.type == DeviceType::kCpu; }
 
 Array array(const TensorView& t) {
   Array a;
@@ -299,7 +298,7 @@ VerifyArgs check(const VerifyParams& p, const char* op) {
   if (p.update_state) check.arg("state", p.state).no_self_overlap();
   a.update_state = p.update_state;
   a.null_from_zero = p.null_from_zero;
-  if (!on_cpu(p.x_q)) return a;
+  if (!host_reads(p.x_q)) return a;
 
   step.requests();
   const bool uses_rows = a.snapshots || a.q.windows;
@@ -358,7 +357,7 @@ VerifyArgs check(const DecodeParams& p, const char* op) {
   no_overlap(check, "cs_v", p.cs_v, {{"state", &p.state}});
   a.update_state = true;
   a.update_windows = p.w_q.given();
-  if (!on_cpu(p.x_q)) return a;
+  if (!host_reads(p.x_q)) return a;
 
   step.requests();
   SeenOnce once(check, "slots", "each slot at most once");
@@ -441,7 +440,7 @@ FoldArgs check(const FoldParams& p, const char* op) {
   a.layers = has_layers ? layers.value() : 1;
   a.H = H, a.HV = HV, a.K = K, a.V = V;
   a.l2norm = p.l2norm;
-  if (!on_cpu(p.state)) return a;
+  if (!host_reads(p.state)) return a;
 
   SeenOnce once(check, "slots", "slots and track slots that are written at most once");
   const std::string range = "slots below pool=" + std::to_string(pool) + ", or <= " + std::to_string(p.null_slot) + " to skip";
@@ -489,7 +488,7 @@ std::vector<RollbackArgs> check(const RollbackConvWindowsParams* params, std::in
     RollbackArgs a{};
     a.pool = array(p.pool), a.windows = array(p.windows);
     a.channels = C;
-    if (on_cpu(p.pool)) {
+    if (host_reads(p.pool)) {
       SeenOnce once(check, "slots", "slots and track slots that are written at most once");
       const auto add = [&](const char* slot_name, const char* step_name, std::int64_t n, std::int64_t slot, std::int64_t step) {
         if (slot < 0 || step < 0) return;

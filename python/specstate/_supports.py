@@ -1,0 +1,62 @@
+"""`specstate.supports`: would a call be taken?"""
+
+from importlib import import_module
+
+from ._library import function
+
+# What can be asked about, by module. Objects with a life (Coordinator, KvProjection, FusedKVMaterializeHelper) check when made.
+OPERATIONS = {
+    "accept": ("plan_verify_lengths", "verify_greedy", "verify_rejection"),
+    "draft_kv": ("fused_norm_rope_stacked", "materialize_into_pool"),
+    "hisparse": (
+        "copy_cache_planned_mla",
+        "load_blocks_to_device_buffer_mha",
+        "load_cache_to_device_buffer_dsv4_mla",
+        "load_cache_to_device_buffer_mla",
+        "load_cache_to_device_buffer_spec_mla",
+        "replay_plan",
+        "reset_swap_state",
+        "swap_in",
+        "swap_in_single",
+        "transfer_cache_dsv4_mla",
+        "transfer_paged",
+    ),
+    "kda": (
+        "commit_kda_replayssm_spec",
+        "commit_kda_replayssm_spec_all_layers",
+        "cutedsl_fused_sigmoid_gating_kda_update",
+        "decode",
+        "fold",
+        "fused_kda_decode_mtp_dspark",
+        "fused_sigmoid_gating_delta_rule_update",
+        "rollback_conv_windows",
+        "verify",
+    ),
+}
+_MODULE_OF = {name: module for module, names in OPERATIONS.items() for name in names}
+
+
+def supports(function_name, /, **arguments):
+    """Would ``function_name(**arguments)`` be taken? Returns (True, "") or (False, the text of the error that the call would raise).
+
+    function_name: "verify", "kda.verify" or "specstate.kda.verify"; any function of `specstate.accept`, `draft_kv`, `hisparse` and
+    `kda`. arguments: those of the call, by name; a result that it would allocate is allocated and dropped.
+
+    Runs the call's own checks on shapes, dtypes, devices, strides, overlaps and numbers, and nothing else: no element of an array is
+    read or written, so errors of contents (ids outside, lengths that do not fit) are not foreseen. A name that is none of ours raises
+    ValueError.
+    """
+    path = function_name.removeprefix("specstate.").rpartition(".")
+    module = _MODULE_OF.get(path[2])
+    if module is None or path[0] not in ("", module):
+        raise ValueError(f"supports: function_name: expected one of {', '.join(sorted(_MODULE_OF))}, got {function_name!r}.")
+    call = getattr(import_module("." + module, __package__), path[2])
+    check_only = function("check_only")
+    check_only(True)
+    try:
+        call(**arguments)
+    except (ValueError, NotImplementedError, RuntimeError, TypeError) as error:
+        return False, str(error)
+    finally:
+        check_only(False)
+    return True, ""
