@@ -6,6 +6,9 @@
 
 namespace specstate {
 
+/// True where this build has CUDA kernels.
+SPECSTATE_API bool cuda_built() noexcept;
+
 /// While one lives, every operation called on its thread checks its arguments (shapes, dtypes, devices, strides, overlaps and
 /// numbers) and returns: it runs nothing and reads and writes no element. Errors of contents (an id outside, lengths that do not
 /// fit) are therefore not found. Nests; other threads are not affected.

@@ -105,6 +105,7 @@ TensorView view(const char* name, const ffi::TensorView& t) {
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(reinterpret, reinterpret);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(check_only, check_only);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_built, [] { return cuda_built(); });
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(version, version);
 
 }  // namespace specstate::binding

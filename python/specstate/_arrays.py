@@ -44,14 +44,25 @@ def _writable(np, x):
     return x if x.flags.writeable else np.asarray(_Alias(x))
 
 
+_exportable = set()
+
+
+def _check_dtype(name, dtype):
+    if dtype.byteorder == ">":
+        raise ValueError(f"{name}: expected native byte order, got {dtype.str}.")
+    if dtype.kind not in "biufc" and dtype.name not in _ML_DTYPES:
+        raise ValueError(f"{name}: expected a dtype of numbers, got {dtype}.")
+    _exportable.add(dtype)
+
+
 def array_in(name, x):
     """An input argument (None stays None)."""
     if x is None or _kind(x) == "torch":
         return x
     np = _numpy()
     if np is not None and isinstance(x, np.ndarray):
-        if x.dtype.byteorder == ">":
-            raise ValueError(f"{name}: expected native byte order, got {x.dtype.str}.")
+        if x.dtype not in _exportable:
+            _check_dtype(name, x.dtype)
         return _from_numpy(np, x)
     if hasattr(x, "__dlpack__") or hasattr(x, "__tvm_ffi_object__"):
         return x

@@ -614,7 +614,7 @@ class Coordinator:
 
     # admission
     def can_admit(self, tokens):
-        """Would `admit` of so many positions succeed?"""
+        """Would `admit` of so many positions (tokens) succeed?"""
         return bool(self._call("can_admit", tokens))
 
     def admit(self, request, tokens):
@@ -626,7 +626,7 @@ class Coordinator:
         self._call("reserve", request, count)
 
     def stage(self, layer, request, position, rows, rows_v=None):
-        """Writes rows [count, ...] of one layer to the host rows of position, position+1, ...; visible after `append`."""
+        """Writes rows [count, ...] of one layer to the host rows of position, position+1, ...; visible after `append`; rows_v for a second pair."""
         self._call("stage", layer, request, position, array_in("rows", rows), array_in("rows_v", rows_v))
 
     def append(self, request, count, *, source="staged"):
@@ -649,13 +649,14 @@ class Coordinator:
         return out
 
     def write(self, layer, request, j, row, row_v=None):
-        """Copies a row into window position j of one layer."""
+        """Copies a row (and row_v of a second pair) into window position j of one layer."""
         self._call("write", layer, request, j, array_in("row", row), array_in("row_v", row_v))
 
     def swap(
         self, layer, top_k_tokens, seq_lens, requests, *, num_real_reqs=None, unique_misses=None, unique_hits=None, skip_io=False, round=0, out=None
     ):
-        """Swap of an anchor layer: top_k_tokens [B, S, K] or [B, K] int32, seq_lens [B, S] or [B], requests [B] -> device rows (as `swap_in`)."""
+        """Swap of an anchor layer: top_k_tokens [B, S, K] or [B, K] int32, seq_lens [B, S] or [B], requests [B] -> device rows (as
+        `swap_in`); round: which of `plan_rounds`."""
         if out is None:
             out = empty_like(top_k_tokens, tuple(top_k_tokens.shape), "int32")
         self._call(
@@ -666,11 +667,12 @@ class Coordinator:
         return out
 
     def follow(self, layer, *, round=0):
-        """The copies of its anchor's swap for a follower layer; the anchor's device rows are then valid in it too."""
+        """The copies of its anchor's swap (of that round) for a follower layer; the anchor's device rows are then valid in it too."""
         self._call("follow", layer, round)
 
     def plan_rounds(self, layer, top_k_tokens, seq_lens, requests, *, out=None):
-        """Cuts the steps into rounds whose positions fit a request's rows at once: (number of rounds, round of each step [B, S] int32)."""
+        """Cuts the steps into rounds whose positions fit a request's rows at once: (number of rounds, round of each step [B, S] int32).
+        top_k_tokens, seq_lens and requests as in `swap`."""
         if out is None:
             shape = tuple(top_k_tokens.shape)
             out = empty_like(top_k_tokens, shape[:2] if len(shape) == 3 else (shape[0], 1), "int32")
