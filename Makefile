@@ -37,8 +37,9 @@ format:  ## clang-format over every C++ source
 	@tools/bootstrap test
 	@git ls-files '*.cpp' '*.hpp' '*.cu' '*.cuh' | xargs clang-format -i
 
-wheel:
-	@echo "make wheel: not in this version yet; the Python package runs from a checkout (PYTHONPATH=python)" >&2; exit 2
+wheel:  ## the Python wheel, into dist/
+	@tools/bootstrap build python
+	@CMAKE_CXX_COMPILER_LAUNCHER=$(CCACHE) CMAKE_GENERATOR=Ninja .venv/bin/python3 tools/build_wheel.py
 
 gpu-test gpu-bench:
 	@echo "make $@: not in this version yet; the CUDA backends come later, everything here runs on the CPU" >&2; exit 2

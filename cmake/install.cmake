@@ -2,8 +2,14 @@
 include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 
+# A wheel's libraries lie beside each other; it brings its own file for NAMELINK (cmake/wheel.cmake).
+if(SPECSTATE_WHEEL)
+  set(namelink NAMELINK_SKIP)
+  set_target_properties(specstate specstate_ffi PROPERTIES INSTALL_RPATH "$ORIGIN")
+  set_target_properties(specstate_cli PROPERTIES INSTALL_RPATH "$ORIGIN/../lib")
+endif()
 install(TARGETS specstate EXPORT specstate-targets
-  LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR}
+  LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR} ${namelink}
   INCLUDES DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
 install(DIRECTORY include/specstate ${CMAKE_BINARY_DIR}/include/specstate DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} FILES_MATCHING PATTERN "*.hpp")
 install(FILES LICENSE DESTINATION ${CMAKE_INSTALL_DOCDIR})

@@ -1,7 +1,7 @@
 """Arrays of any framework, in and out, without copies.
 
-`inputs` and `outputs` turn an argument into something that the library takes by DLPack; `empty_like` makes a result of the
-kind of an argument, allocated by that argument's framework.
+`array_in` and `array_out` turn an argument into something that the library takes by DLPack; `shape_of` reads the shape of an argument
+that may be none; `empty_like` makes a result of the kind of an argument, allocated by that argument's framework.
 """
 
 import sys
@@ -11,9 +11,12 @@ from ._library import function
 # NumPy cannot export these by DLPack: they cross as integers of the same size under their own name.
 _ML_DTYPES = {"bfloat16": ("uint16", "bfloat16"), "float8_e4m3fn": ("uint8", "float8_e4m3fn")}
 
+_as_they_are = set()  # types that the binding takes without a word
+_plain = set()  # NumPy dtypes that DLPack knows
 
-def _numpy():
-    return sys.modules.get("numpy")
+
+def _kind(x):
+    return type(x).__module__.partition(".")[0]
 
 
 class _Alias:
@@ -26,17 +29,18 @@ class _Alias:
         self.owner = array
 
 
-def _kind(x):
-    return type(x).__module__.partition(".")[0]
-
-
-def _from_numpy(np, x):
-    name = x.dtype.name
-    if name in _ML_DTYPES:
+def _from_numpy(name, np, x):
+    dtype = x.dtype
+    if dtype.byteorder == ">":
+        raise ValueError(f"{name}: expected native byte order, got {dtype.str}.")
+    if dtype.name in _ML_DTYPES:
         import tvm_ffi
 
-        raw, dtype = _ML_DTYPES[name]
-        return function("reinterpret")(tvm_ffi.from_dlpack(_writable(np, x.view(raw))), tvm_ffi.dtype(dtype))
+        raw, known = _ML_DTYPES[dtype.name]
+        return function("reinterpret")(tvm_ffi.from_dlpack(_writable(np, x.view(raw))), tvm_ffi.dtype(known))
+    if dtype.kind not in "biufc":
+        raise ValueError(f"{name}: expected a dtype of numbers, got {dtype}.")
+    _plain.add(dtype)
     return _writable(np, x)
 
 
@@ -44,41 +48,43 @@ def _writable(np, x):
     return x if x.flags.writeable else np.asarray(_Alias(x))
 
 
-_exportable = set()
-
-
-def _check_dtype(name, dtype):
-    if dtype.byteorder == ">":
-        raise ValueError(f"{name}: expected native byte order, got {dtype.str}.")
-    if dtype.kind not in "biufc" and dtype.name not in _ML_DTYPES:
-        raise ValueError(f"{name}: expected a dtype of numbers, got {dtype}.")
-    _exportable.add(dtype)
-
-
 def array_in(name, x):
     """An input argument (None stays None)."""
-    if x is None or _kind(x) == "torch":
+    if x is None or type(x) in _as_they_are:
         return x
-    np = _numpy()
+    np = sys.modules.get("numpy")
     if np is not None and isinstance(x, np.ndarray):
-        if x.dtype not in _exportable:
-            _check_dtype(name, x.dtype)
-        return _from_numpy(np, x)
+        if x.dtype in _plain and x.flags.writeable:
+            return x
+        return _from_numpy(name, np, x)
     if hasattr(x, "__dlpack__") or hasattr(x, "__tvm_ffi_object__"):
+        if _kind(x) in ("torch", "cupy", "tvm_ffi"):
+            _as_they_are.add(type(x))
         return x
     raise TypeError(f"{name}: expected an array that supports DLPack, got {type(x).__name__}.")
 
 
 def array_out(name, x):
     """An argument that the call writes: refused if it is read-only."""
-    if x is None:
+    if x is None or type(x) in _as_they_are:
         return x
-    np = _numpy()
+    np = sys.modules.get("numpy")
     if np is not None and isinstance(x, np.ndarray) and not x.flags.writeable:
         raise ValueError(f"{name}: expected a writable array, got a read-only one.")
     if _kind(x) in ("jax", "jaxlib"):
         raise ValueError(f"{name}: expected a writable array, got an immutable JAX array.")
     return array_in(name, x)
+
+
+def shape_of(name, x, ndim=None):
+    """The shape of an argument, as a tuple; of `ndim` dimensions if that is given."""
+    try:
+        shape = tuple(x.shape)
+    except AttributeError:
+        raise TypeError(f"{name}: expected an array that supports DLPack, got {type(x).__name__}.") from None
+    if ndim is not None and len(shape) != ndim:
+        raise ValueError(f"{name}: expected {ndim} dimensions, got shape {shape}.")
+    return shape
 
 
 def empty_like(like, shape, dtype=None):

@@ -4,7 +4,7 @@
 one; CPU calls ignore it.
 """
 
-from ._arrays import array_in, array_out, empty_like
+from ._arrays import array_in, array_out, empty_like, shape_of
 from ._library import function
 from ._stream import stream_handle
 
@@ -12,7 +12,7 @@ from ._stream import stream_handle
 def _results(candidates, out):
     if out is not None:
         return out
-    shape = tuple(candidates.shape)
+    shape = shape_of("candidates", candidates)
     return empty_like(candidates, shape[:1], "int32"), empty_like(candidates, shape)
 
 
@@ -86,7 +86,7 @@ def plan_verify_lengths(
     Raises ValueError naming the argument; nothing is written then.
     """
     if out is None:
-        out = empty_like(confidences, tuple(confidences.shape)[:1], "int32")
+        out = empty_like(confidences, shape_of("confidences", confidences)[:1], "int32")
     function("accept_plan_verify_lengths")(
         array_in("confidences", confidences),
         array_in("lagged_confidences", lagged_confidences),

@@ -4,7 +4,7 @@
 one; CPU calls ignore it.
 """
 
-from ._arrays import array_in, array_out, empty_like
+from ._arrays import array_in, array_out, empty_like, shape_of
 from ._library import function
 from ._stream import stream_handle
 
@@ -298,7 +298,8 @@ def fused_norm_rope_stacked(
     positions [T] int32 or int64. Returns (k, v), each [L, T, N, D] of kv's dtype, k_out and v_out where given; T = 0 returns two
     empty arrays. Raises ValueError, with sglang's texts where sglang checks; nothing is written then.
     """
-    n_layers, tokens = (kv.shape[1], kv.shape[0]) if len(kv.shape) == 3 else (0, 0)
+    shape = shape_of("kv", kv)
+    n_layers, tokens = (shape[1], shape[0]) if len(shape) == 3 else (0, 0)
     shape = (n_layers, tokens, max(num_kv_heads, 0), max(head_dim, 0))
     k = empty_like(kv, shape) if k_out is None or tokens == 0 else k_out
     v = empty_like(kv, shape) if v_out is None or tokens == 0 else v_out

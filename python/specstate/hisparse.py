@@ -20,7 +20,7 @@ Every function raises ValueError naming the argument before anything is written.
 from operator import index
 from typing import Any, NamedTuple
 
-from ._arrays import array_in, array_out, empty_like
+from ._arrays import array_in, array_out, empty_like, shape_of
 from ._library import function
 from ._stream import stream_handle
 
@@ -81,7 +81,7 @@ class SwapState(NamedTuple):
 
 def new_swap_state(slot_locs, hot, context):
     """An empty SwapState around `slot_locs` [R, H+P] int32, for `hot` = H slots and `context` = L positions."""
-    requests, width = slot_locs.shape
+    requests, width = shape_of("slot_locs", slot_locs, 2)
     state = SwapState(
         empty_like(slot_locs, (requests, width), "int32"),
         slot_locs,
@@ -142,7 +142,7 @@ def swap_in(
     Returns the device rows [B, S, K] int32; -1 for tokens outside 0..seq_len-1, without a host row, or for which no row was left.
     """
     if out is None:
-        out = empty_like(top_k_tokens, tuple(top_k_tokens.shape), "int32")
+        out = empty_like(top_k_tokens, shape_of("top_k_tokens", top_k_tokens), "int32")
     function("hisparse_swap_in")(
         array_in("top_k_tokens", top_k_tokens),
         array_in("seq_lens", seq_lens),
@@ -197,7 +197,7 @@ def swap_in_single(
     resolve. lru_slots [R, H] int16, or int32 beyond 32767 slots. Returns the device rows [B, K] int32.
     """
     if out is None:
-        rows, entries = top_k_tokens.shape
+        rows, entries = shape_of("top_k_tokens", top_k_tokens, 2)
         out = empty_like(top_k_tokens, (rows, entries * sparse_block_size), "int32")
     _single(
         "swap_in_single", _paged(layout), top_k_tokens, device_buffer_tokens, host_cache_locs, device_buffer_locs, host_cache,
@@ -245,6 +245,8 @@ def _list(name, x, array):
     if x is None:
         return []
     items = list(x) if isinstance(x, (list, tuple)) else [x]
+    if any(item is None for item in items):
+        raise ValueError(f"{name}: expected a tensor for every layer, got none.")
     return [_tensor(array(name, item)) for item in items]
 
 
@@ -272,13 +274,13 @@ def replay_plan(
     """Replays a recorded miss plan on one follower layer, or on many (lists of buffers). Copies only."""
     hosts, devices = _list("host_cache", host_cache, array_in), _list("device_buffer", device_buffer, array_out)
     hosts_v, devices_v = _list("host_cache_v", host_cache_v, array_in), _list("device_buffer_v", device_buffer_v, array_out)
-    for name, x, n in [("device_buffer", devices, len(hosts)), ("host_cache_v", hosts_v, len(hosts)), ("device_buffer_v", devices_v, len(hosts_v))]:
-        if len(x) != n and not (name == "host_cache_v" and not x):
-            raise ValueError(f"replay_plan: {name}: expected {n} layers, got {len(x)}.")
     _replay("replay_plan", miss_src, miss_dst, miss_count, num_real_reqs, hosts, devices, hosts_v, devices_v, _INFER, _paged(layout), skip_io, stream)
 
 
 def _replay(op, miss_src, miss_dst, miss_count, num_real_reqs, hosts, devices, hosts_v, devices_v, item_size_bytes, paged, skip_io, stream):
+    for name, x, n in [("device_buffer", devices, len(hosts)), ("host_cache_v", hosts_v, len(hosts)), ("device_buffer_v", devices_v, len(hosts_v))]:
+        if len(x) != n and not (name == "host_cache_v" and not x):
+            raise ValueError(f"{op}: {name}: expected {n} layers, got {len(x)}.")
     function("hisparse_replay_plan")(
         array_in("miss_src", miss_src),
         array_in("miss_dst", miss_dst),
@@ -325,7 +327,7 @@ class HiSparseSpecState(NamedTuple):
 
 def new_spec_state(scratch_locs, hot, occurrences):
     """A fresh HiSparseSpecState around `scratch_locs` [R, C] int32: nothing indexed, all counters 0. occurrences = S * K."""
-    requests = scratch_locs.shape[0]
+    requests = shape_of("scratch_locs", scratch_locs, 2)[0]
     size = 1 << max(1, (2 * hot - 1).bit_length())
     index = empty_like(scratch_locs, (requests, 2, size), "int64")
     policy = empty_like(scratch_locs, (requests + 1, hot), "int32")
@@ -487,7 +489,8 @@ def load_blocks_to_device_buffer_mha(
     op = "load_blocks_to_device_buffer_mha"
     _hint(op, "sparse_block_size", sparse_block_size, 1, None)
     _hint(op, "block_size", block_size, 1, 1024)
-    tokens = top_k_blocks.shape[1] * sparse_block_size
+    blocks = shape_of("top_k_blocks", top_k_blocks, 2)[1]
+    tokens = blocks * sparse_block_size
     if hot_buffer_size < tokens:
         raise ValueError(f"hot_buffer_size ({hot_buffer_size}) must be >= selected tokens ({tokens})")
     k_stride, v_stride = _row_pitch(host_cache_k), _row_pitch(host_cache_v)
@@ -497,7 +500,7 @@ def load_blocks_to_device_buffer_mha(
         )
     _single(
         op, False, top_k_blocks, device_buffer_tokens, host_cache_locs, device_buffer_locs, host_cache_k, device_buffer_k, host_cache_v,
-        device_buffer_v, top_k_device_locs, req_pool_indices, seq_lens, lru_slots, item_size_bytes, top_k_blocks.shape[1],
+        device_buffer_v, top_k_device_locs, req_pool_indices, seq_lens, lru_slots, item_size_bytes, blocks,
         hot_buffer_size, num_real_reqs, None, None, None, sparse_block_size, skip_io,
     )
 
@@ -529,6 +532,9 @@ def copy_cache_planned_mla(
     op = "copy_cache_planned_mla"
     _hint(op, "num_blocks", num_blocks, 1, None)
     _hint(op, "block_size", block_size, 1, 1024)
+    for name, x in (("host_cache", host_cache), ("device_buffer", device_buffer)):
+        if x is None:
+            raise ValueError(f"{op}: {name}: expected a tensor, got none.")
     _replay(
         op, miss_src, miss_dst, miss_count, num_real_reqs, _list("host_cache", host_cache, array_in),
         _list("device_buffer", device_buffer, array_out), [], [], item_size_bytes, bool(is_dsv4_layout), skip_io, None,
@@ -658,7 +664,7 @@ class Coordinator:
         """Swap of an anchor layer: top_k_tokens [B, S, K] or [B, K] int32, seq_lens [B, S] or [B], requests [B] -> device rows (as
         `swap_in`); round: which of `plan_rounds`."""
         if out is None:
-            out = empty_like(top_k_tokens, tuple(top_k_tokens.shape), "int32")
+            out = empty_like(top_k_tokens, shape_of("top_k_tokens", top_k_tokens), "int32")
         self._call(
             "swap", layer, array_in("top_k_tokens", top_k_tokens), array_in("seq_lens", seq_lens), array_in("requests", requests),
             array_in("num_real_reqs", num_real_reqs), array_out("out", out), array_out("unique_misses", unique_misses),
@@ -674,7 +680,7 @@ class Coordinator:
         """Cuts the steps into rounds whose positions fit a request's rows at once: (number of rounds, round of each step [B, S] int32).
         top_k_tokens, seq_lens and requests as in `swap`."""
         if out is None:
-            shape = tuple(top_k_tokens.shape)
+            shape = shape_of("top_k_tokens", top_k_tokens)
             out = empty_like(top_k_tokens, shape[:2] if len(shape) == 3 else (shape[0], 1), "int32")
         rounds = self._call(
             "plan_rounds", layer, array_in("top_k_tokens", top_k_tokens), array_in("seq_lens", seq_lens), array_in("requests", requests),

@@ -45,7 +45,7 @@ def _step(in_place, x_q, x_k, x_v, w_q, w_k, w_v, cs_q, cs_k, cs_v, g, beta, A_l
 
 def _result(out, like):
     """`out`, or a new array like `like`; where that is missing the check of the call says so."""
-    return empty_like(like, tuple(like.shape)) if out is None and like is not None else out
+    return empty_like(like, tuple(like.shape)) if out is None and hasattr(like, "shape") else out
 
 
 def verify(x_q, x_k, x_v, g, beta, A_log, dt_bias, state, slots, cu_seqlens=None, *, w_q=None, w_k=None, w_v=None, cs_q=None, cs_k=None,

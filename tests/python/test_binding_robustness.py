@@ -1,0 +1,63 @@
+"""The binding under calls that nobody should make: an exception or the right result, never a crash, never a leak."""
+
+import gc
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from calls import CALLS, operation
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+HERE = pathlib.Path(__file__).parent
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_random_calls_from_threads(seed):
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(map(str, [ROOT / "python", HERE])), SPECSTATE_NUM_THREADS="2")
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", HERE / "binding_robustness.py", str(seed), "4", "250"],
+        capture_output=True, text=True, env=environment, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, f"status {done.returncode}\n{done.stdout}{done.stderr[-4000:]}"
+    taken, refused, compared = map(int, done.stdout.split())
+    assert taken + refused == 1000 and refused > 250 and compared > 150
+
+
+def rss():
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_nothing_is_kept():
+    """20 000 calls, a third of them refused, some through aliases of read-only and ml_dtypes arrays: neither objects nor memory stay."""
+    import ml_dtypes
+
+    good = CALLS["verify_greedy"]()
+    fixed = {**good, "candidates": good["candidates"].copy()}
+    fixed["candidates"].flags.writeable = False
+    bad = {**good, "target_argmax": good["target_argmax"].astype(np.float32)}
+    sampled = CALLS["verify_rejection"]()
+    sampled["target_probs"] = sampled["target_probs"].astype(ml_dtypes.bfloat16)
+    sampled["draft_probs"] = sampled["draft_probs"].astype(ml_dtypes.bfloat16)
+    greedy, rejection = operation("verify_greedy"), operation("verify_rejection")
+
+    def calls(n):
+        for _ in range(n):
+            greedy(**good)
+            greedy(**fixed)
+            rejection(**sampled)
+            for wrong in (bad, {**good, "candidates": None}):
+                with pytest.raises((ValueError, TypeError)):
+                    greedy(**wrong)
+
+    calls(400)  # caches fill
+    gc.collect()
+    objects, memory = len(gc.get_objects()), rss()
+    references = [sys.getrefcount(x) for x in (good["candidates"], fixed["candidates"], sampled["target_probs"])]
+    calls(4000)
+    gc.collect()
+    assert len(gc.get_objects()) - objects < 200
+    assert rss() - memory < 8 * 2**20
+    assert references == [sys.getrefcount(x) for x in (good["candidates"], fixed["candidates"], sampled["target_probs"])]

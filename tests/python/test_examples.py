@@ -1,0 +1,44 @@
+"""The examples run and say what they should."""
+
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from test_sglang import write_tree
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+BUILD = pathlib.Path(os.environ.get("SPECSTATE_LIBRARY_PATH", ROOT / "build" / "release" / "lib")).parent
+STEP = ["accepted 3 tokens: 11 13 19; states are equal bit for bit", "fold: accept: expected dtype int32 or int64, got float32."]
+
+
+def run(*command, path=()):
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(map(str, [ROOT / "python", *path])), PYTHONDONTWRITEBYTECODE="1")
+    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines(), done.stderr
+
+
+@pytest.mark.parametrize("arrays", ["numpy", "torch", "cupy"])
+def test_speculative_step(arrays):
+    if importlib.util.find_spec(arrays) is None:
+        pytest.skip({"torch": "needs-torch: torch is not installed", "cupy": "needs-gpu: CuPy is not installed"}[arrays])
+    assert run(sys.executable, ROOT / "examples" / "speculative_step.py", "--arrays", arrays)[0] == STEP
+
+
+def test_cpp(tmp_path):
+    source = ROOT / "examples" / "cpp" / "speculative_step.cpp"
+    program = tmp_path / "step"
+    run("c++", "-std=c++20", "-Wall", "-Wextra", "-Werror", "-I", ROOT / "include", "-I", BUILD / "include", source, "-o", program,
+        "-L", BUILD / "lib", "-lspecstate", f"-Wl,-rpath,{BUILD / 'lib'}")  # fmt: skip
+    assert run(program)[0] == STEP
+
+
+def test_sglang(tmp_path):
+    if importlib.util.find_spec("sglang") is None:
+        write_tree(tmp_path)  # a package laid out like it
+    printed, log = run(sys.executable, ROOT / "examples" / "sglang_drop_in.py", path=[tmp_path])
+    assert printed == ["rows that arrived: [48, 0, 16, 0]"]
+    assert "copy_cache_planned_mla: specstate's is in use: it covers the call on the CPU" in log
