@@ -32,12 +32,42 @@ constexpr std::int64_t kBlock = 16;  // tokens of a chain that one walk over the
 constexpr std::int64_t kRows = 8;    // value rows that stay in L1: two groups of 4, so that one's sums overlap the other's multiplies
 constexpr std::int64_t kStreamBytes = std::int64_t{4} << 20;  // of snapshots: more than stay in a core's cache until they are committed
 
-/// What every item of a call needs, and how much scratch.
+/// What every item of a call needs.
 struct Plan {
-  std::int64_t block;   // most tokens of one walk
-  bool blocks, tree;    // some request takes several walks; trees keep one state a node
-  std::int64_t floats;  // of scratch
-  bool stream = false;  // see Walk
+  std::int64_t K, V, G;     // G value heads read one key head
+  std::int64_t block;       // most tokens of one walk
+  bool blocks, tree;        // some request takes several walks; trees keep one state a node
+  bool stream = false;      // see Walk
+
+  Plan(std::int64_t longest, bool is_tree, std::int64_t key_dim, std::int64_t value_dim, std::int64_t group)
+      : K(key_dim), V(value_dim), G(group), block(is_tree ? longest : std::min(longest, kBlock)), blocks(longest > block), tree(is_tree) {}
+};
+
+/// One item's scratch, cut from one block of floats; without a block it only counts.
+struct Scratch {
+  float *q, *k, *decay, *v, *beta, *kq, *o, *u;  // as in Tokens
+  float *in_q, *in_k, *in_v;                     // raw inputs behind the three before them; in_v and taps_v for each value head
+  float *taps_q, *taps_k, *taps_v;
+  std::int32_t (*ancestor)[3];
+  float *kept;   // states between walks, one for each value head
+  float *small;  // rows of the state in L1
+  std::int64_t floats = 0;
+
+  Scratch(float* base, const Plan& p, bool fold) {
+    const auto take = [&](std::int64_t n) {
+      float* x = base ? base + floats : nullptr;
+      floats += (n + 15) / 16 * 16;
+      return x;
+    };
+    const std::int64_t B = p.block, K = p.K, V = p.V, G = p.G;
+    k = take(B * K), decay = take(B * K), v = take(B * V), beta = take(B), u = take(B * kRows);
+    kept = take(p.blocks ? G * V * K : 0), small = take((p.tree ? B + 1 : 1) * kRows * K);
+    if (fold) return;
+    q = take(B * K), kq = take(B), o = take(B * V);
+    in_q = take((B + 3) * K), in_k = take((B + 3) * K), in_v = take(G * (B + 3) * V);
+    taps_q = take(4 * K), taps_k = take(4 * K), taps_v = take(G * 4 * V);
+    ancestor = reinterpret_cast<std::int32_t(*)[3]>(take(B * 3));
+  }
 };
 
 }  // namespace specstate::kda::cpu
@@ -411,16 +441,6 @@ HWY_INLINE void to_decay(bool scalar, std::int64_t K, float* ld) {
   for (std::int64_t c = 0; c < K; c += kWidth) hn::StoreU(exp_of(scalar ? one : hn::LoadU(d, ld + c)), d, ld + c);
 }
 
-/// Scratch of one item, cut from one block of floats.
-struct Cutter {
-  float* next;
-  float* take(std::int64_t n) {
-    float* p = next;
-    next += (n + 15) / 16 * 16;
-    return p;
-  }
-};
-
 /// Raw inputs of the block behind the three before it, then q, k or v of the recurrence.
 void fill_channels(const Channel& c, const Request& r, std::int64_t head, std::int64_t first, std::int64_t n, std::int64_t channels,
               const std::int32_t (*ancestor)[3], float* inputs, const float* taps, float* y) {
@@ -460,19 +480,16 @@ void end_channels(const Channel& c, const Request& r, std::int64_t head, std::in
 void output(const VerifyArgs& a, std::int64_t token, std::int64_t head, std::int64_t n, float* o) {
   const D d;
   const std::int64_t channels = a.V;
-  float gate[128];
+  float gate[128], weight[128];
+  for (std::int64_t c = 0; a.gate && c < channels; ++c) weight[c] = load(a.norm_weight, at(a.norm_weight, c));
   for (std::int64_t i = 0; i < n; ++i, o += channels) {
     if (a.gate) {
       if (a.round_before_norm && a.out.bf16)
         for (std::int64_t c = 0; c < channels; c += kWidth) hn::StoreU(round_bf16(hn::LoadU(d, o + c)), d, o + c);
       const V r = hn::Set(d, 1.0f / std::sqrt(dot(o, o, channels) * (1.0f / static_cast<float>(channels)) + a.norm_eps));
       read_row(address(a.gate, at(a.gate, token + i, head)), a.gate.bf16, channels, gate);
-      const float* weight = static_cast<const float*>(a.norm_weight.data);
-      const std::int64_t pitch = a.norm_weight.stride[0];
       for (std::int64_t c = 0; c < channels; c += kWidth) {
-        float lanes[kWidth];
-        for (std::int64_t l = 0; l < kWidth; ++l) lanes[l] = weight[(c + l) * pitch];
-        const V y = hn::Mul(hn::Mul(hn::LoadU(d, o + c), r), hn::LoadU(d, lanes));
+        const V y = hn::Mul(hn::Mul(hn::LoadU(d, o + c), r), hn::LoadU(d, weight + c));
         hn::StoreU(hn::Mul(y, sigmoid(hn::LoadU(d, gate + c))), d, o + c);
       }
     }
@@ -480,74 +497,80 @@ void output(const VerifyArgs& a, std::int64_t token, std::int64_t head, std::int
   }
 }
 
+/// beta and decay of n tokens of one value head, and what the rings record of them.
+void gates(const VerifyArgs& a, const Request& r, std::int64_t hv, std::int64_t first, std::int64_t n, const Scratch& x) {
+  const D d;
+  const std::int64_t K = a.K;
+  const float amplitude = amplitude_of(load(a.a_log, at(a.a_log, hv)));
+  float bias[128];
+  for (std::int64_t c = 0; c < (a.scalar_gate ? 1 : K); ++c) bias[c] = load(a.dt_bias, at(a.dt_bias, hv, c));
+  for (std::int64_t i = 0; i < n; ++i) {
+    const std::int64_t token = r.begin + first + i, g = at(a.g, token, hv);
+    float* ld = x.decay + i * K;
+    if (a.scalar_gate) {
+      ld[0] = first_lane(log_decay(a, amplitude, hn::Set(d, load(a.g, g) + bias[0])));
+    } else {
+      read_row(address(a.g, g), a.g.bf16, K, ld);
+      for (std::int64_t c = 0; c < K; c += kWidth)
+        hn::StoreU(log_decay(a, amplitude, hn::Add(hn::LoadU(d, ld + c), hn::LoadU(d, bias + c))), d, ld + c);
+    }
+    x.beta[i] = first_lane(sigmoid(hn::Set(d, load(a.beta, at(a.beta, token, hv)))));
+    if (a.rawk && r.slot >= 0 && first + i < a.L) {
+      store(a.ring_beta, at(a.ring_beta, r.slot, hv, first + i), x.beta[i]);
+      if (a.scalar_gate)
+        store(a.ring_g, at(a.ring_g, r.slot, hv, first + i), ld[0]);
+      else
+        write_row(ld, K, address(a.ring_g, at(a.ring_g, r.slot, hv, first + i)), false);
+    }
+    to_decay(a.scalar_gate, K, ld);
+  }
+}
+
+/// n rows of q, k or v as they were used, into their ring.
+void record(const VerifyArgs& a, const Array& ring, const Request& r, std::int64_t head, std::int64_t first, std::int64_t n, std::int64_t channels,
+            const float* x) {
+  if (!ring || r.slot < 0) return;
+  for (std::int64_t i = 0; i < n && first + i < a.L; ++i)
+    write_row(x + i * channels, channels, address(ring, at(ring, r.slot, head, first + i)), ring.bf16);
+}
+
 /// Item = (request, key head), with the value heads that read it.
 void verify_item(const VerifyArgs& a, const Plan& plan, const Request& r, std::int64_t h, float* scratch) {
-  const D d;
-  const std::int64_t K = a.K, VD = a.V, B = plan.block, G = a.HV / a.H;
-  Cutter cut{scratch};
-  float *in_q = cut.take((B + 3) * K), *in_k = cut.take((B + 3) * K), *in_v = cut.take(G * (B + 3) * VD);
-  float *taps_q = cut.take(4 * K), *taps_k = cut.take(4 * K), *taps_v = cut.take(G * 4 * VD);
-  float *q = cut.take(B * K), *k = cut.take(B * K), *decay = cut.take(B * K), *v = cut.take(B * VD), *o = cut.take(B * VD);
-  float *beta = cut.take(B), *kq = cut.take(B), *u = cut.take(B * kRows);
-  auto* ancestor = reinterpret_cast<std::int32_t(*)[3]>(cut.take(B * 3));
-  float *work = cut.take(plan.blocks ? G * VD * K : 0), *small = cut.take((plan.tree ? B + 1 : 1) * kRows * K);
-
-  start_channels(a.q, r, h, K, in_q, taps_q);
-  start_channels(a.k, r, h, K, in_k, taps_k);
-  for (std::int64_t j = 0; j < G; ++j) start_channels(a.v, r, h * G + j, VD, in_v + j * (B + 3) * VD, taps_v + j * 4 * VD);
+  const std::int64_t K = a.K, VD = a.V, B = plan.block, G = plan.G;
+  const Scratch x(scratch, plan, false);
+  start_channels(a.q, r, h, K, x.in_q, x.taps_q);
+  start_channels(a.k, r, h, K, x.in_k, x.taps_k);
+  for (std::int64_t j = 0; j < G; ++j) start_channels(a.v, r, h * G + j, VD, x.in_v + j * (B + 3) * VD, x.taps_v + j * 4 * VD);
   const std::int32_t* parents = a.parents.empty() ? nullptr : a.parents.data() + r.begin;
 
   for (std::int64_t first = 0; first < r.tokens; first += B) {
     const std::int64_t n = std::min(B, r.tokens - first);
-    const bool end = first + n == r.tokens, records = a.rawk && r.slot >= 0;
+    const bool end = first + n == r.tokens;
     for (std::int64_t i = 0; i < n; ++i) {
       const std::int64_t before = parents ? parents[i] : i - 1;
       for (std::int32_t t = 0; t < 3; ++t)
-        ancestor[i][t] = before < 0 ? t : t < 2 ? ancestor[before][t + 1] : static_cast<std::int32_t>(before + 3);
+        x.ancestor[i][t] = before < 0 ? t : t < 2 ? x.ancestor[before][t + 1] : static_cast<std::int32_t>(before + 3);
     }
-    fill_channels(a.q, r, h, first, n, K, ancestor, in_q, taps_q, q);
-    fill_channels(a.k, r, h, first, n, K, ancestor, in_k, taps_k, k);
+    fill_channels(a.q, r, h, first, n, K, x.ancestor, x.in_q, x.taps_q, x.q);
+    fill_channels(a.k, r, h, first, n, K, x.ancestor, x.in_k, x.taps_k, x.k);
+    record(a, a.rawk, r, h, first, n, K, x.k);
     for (std::int64_t i = 0; i < n; ++i) {
-      float *qi = q + i * K, *ki = k + i * K;
-      if (records && first + i < a.L) write_row(ki, K, address(a.rawk, at(a.rawk, r.slot, h, first + i)), a.rawk.bf16);
-      if (a.l2norm) scale_row(ki, inverse_norm(ki, K), K);
-      scale_row(qi, a.l2norm ? inverse_norm(qi, K) * a.scale : a.scale, K);
-      kq[i] = dot(ki, qi, K);
+      float *q = x.q + i * K, *k = x.k + i * K;
+      if (a.l2norm) scale_row(k, inverse_norm(k, K), K);
+      scale_row(q, a.l2norm ? inverse_norm(q, K) * a.scale : a.scale, K);
+      x.kq[i] = dot(k, q, K);
     }
     for (std::int64_t j = 0; j < G; ++j) {
       const std::int64_t hv = h * G + j;
-      float* inputs = in_v + j * (B + 3) * VD;
-      fill_channels(a.v, r, hv, first, n, VD, ancestor, inputs, taps_v + j * 4 * VD, v);
-      const float amplitude = amplitude_of(load(a.a_log, at(a.a_log, hv)));
-      for (std::int64_t i = 0; i < n; ++i) {
-        const std::int64_t token = r.begin + first + i;
-        float* ld = decay + i * K;
-        if (a.scalar_gate) {
-          const float x = load(a.g, at(a.g, token, hv)) + load(a.dt_bias, at(a.dt_bias, hv));
-          ld[0] = first_lane(log_decay(a, amplitude, hn::Set(d, x)));
-        } else {
-          read_row(address(a.g, at(a.g, token, hv)), a.g.bf16, K, ld);
-          float bias[128];
-          for (std::int64_t c = 0; c < K; ++c) bias[c] = load(a.dt_bias, at(a.dt_bias, hv, c));
-          for (std::int64_t c = 0; c < K; c += kWidth)
-            hn::StoreU(log_decay(a, amplitude, hn::Add(hn::LoadU(d, ld + c), hn::LoadU(d, bias + c))), d, ld + c);
-        }
-        beta[i] = first_lane(sigmoid(hn::Set(d, load(a.beta, at(a.beta, token, hv)))));
-        if (records && first + i < a.L) {
-          write_row(v + i * VD, VD, address(a.rawv, at(a.rawv, r.slot, hv, first + i)), a.rawv.bf16);
-          store(a.ring_beta, at(a.ring_beta, r.slot, hv, first + i), beta[i]);
-          if (a.scalar_gate)
-            store(a.ring_g, at(a.ring_g, r.slot, hv, first + i), ld[0]);
-          else
-            write_row(ld, K, address(a.ring_g, at(a.ring_g, r.slot, hv, first + i)), false);
-        }
-        to_decay(a.scalar_gate, K, ld);
-      }
+      float* inputs = x.in_v + j * (B + 3) * VD;
+      fill_channels(a.v, r, hv, first, n, VD, x.ancestor, inputs, x.taps_v + j * 4 * VD, x.v);
+      record(a, a.rawv, r, hv, first, n, VD, x.v);
+      gates(a, r, hv, first, n, x);
+      const Place kept = {reinterpret_cast<char*>(x.kept + j * VD * K), false};
       Walk w{};
-      w.K = K, w.V = VD, w.round = a.state.bf16, w.small = small;
-      float* kept = plan.blocks ? work + j * VD * K : nullptr;
+      w.K = K, w.V = VD, w.round = a.state.bf16, w.small = x.small;
       if (first > 0)
-        w.from = {reinterpret_cast<char*>(kept), false};
+        w.from = kept;
       else if (r.slot >= 0)
         w.from = place_at(a.state, at(a.state, r.slot, hv));
       if (a.snapshots && r.row >= 0) {
@@ -556,15 +579,15 @@ void verify_item(const VerifyArgs& a, const Plan& plan, const Request& r, std::i
         w.stream = plan.stream && reinterpret_cast<std::uintptr_t>(w.snapshots.data) % 16 == 0 && w.snapshot_pitch % 16 == 0;
       }
       if (!end)
-        w.last = {reinterpret_cast<char*>(kept), false};
+        w.last = kept;
       else if (a.update_state && r.slot >= 0)
         w.last = place_at(a.state, at(a.state, r.slot, hv));
-      recur<true>(w, {n, parents, k, q, decay, v, beta, kq, o, u});
-      output(a, r.begin + first, hv, n, o);
+      recur<true>(w, {n, parents, x.k, x.q, x.decay, x.v, x.beta, x.kq, x.o, x.u});
+      output(a, r.begin + first, hv, n, x.o);
       end_channels(a.v, r, hv, n, VD, end && a.update_windows, inputs);
     }
-    end_channels(a.q, r, h, n, K, end && a.update_windows, in_q);
-    end_channels(a.k, r, h, n, K, end && a.update_windows, in_k);
+    end_channels(a.q, r, h, n, K, end && a.update_windows, x.in_q);
+    end_channels(a.k, r, h, n, K, end && a.update_windows, x.in_k);
   }
 }
 
@@ -578,23 +601,22 @@ void verify_items(const VerifyArgs& a, const Plan& plan, std::int64_t begin, std
 
 /// Item = (layer, request, key head).
 void fold_item(const FoldArgs& a, const Plan& plan, std::int64_t layer, const FoldRequest& r, std::int64_t h, float* scratch) {
-  const std::int64_t K = a.K, VD = a.V, B = plan.block, G = a.HV / a.H;
-  Cutter cut{scratch};
-  float *k = cut.take(B * K), *decay = cut.take(B * K), *v = cut.take(B * VD), *beta = cut.take(B), *u = cut.take(B * kRows);
-  float *work = cut.take(plan.blocks ? G * VD * K : 0), *small = cut.take(kRows * K);
+  const std::int64_t K = a.K, VD = a.V, B = plan.block, G = plan.G;
+  const Scratch x(scratch, plan, true);
   for (std::int64_t first = 0; first < r.tokens; first += B) {
     const std::int64_t n = std::min(B, r.tokens - first);
     const bool end = first + n == r.tokens;
     for (std::int64_t i = 0; i < n; ++i) {
-      read_row(address(a.rawk, at(a.rawk, layer, r.slot, h, first + i)), a.rawk.bf16, K, k + i * K);
-      if (a.l2norm) scale_row(k + i * K, inverse_norm(k + i * K, K), K);
+      float* k = x.k + i * K;
+      read_row(address(a.rawk, at(a.rawk, layer, r.slot, h, first + i)), a.rawk.bf16, K, k);
+      if (a.l2norm) scale_row(k, inverse_norm(k, K), K);
     }
     for (std::int64_t j = 0; j < G; ++j) {
       const std::int64_t hv = h * G + j;
       for (std::int64_t i = 0; i < n; ++i) {
-        read_row(address(a.rawv, at(a.rawv, layer, r.slot, hv, first + i)), a.rawv.bf16, VD, v + i * VD);
-        beta[i] = load(a.ring_beta, at(a.ring_beta, layer, r.slot, hv, first + i));
-        float* ld = decay + i * K;
+        read_row(address(a.rawv, at(a.rawv, layer, r.slot, hv, first + i)), a.rawv.bf16, VD, x.v + i * VD);
+        x.beta[i] = load(a.ring_beta, at(a.ring_beta, layer, r.slot, hv, first + i));
+        float* ld = x.decay + i * K;
         const std::int64_t g = at(a.ring_g, layer, r.slot, hv, first + i);
         if (a.scalar_gate)
           ld[0] = load(a.ring_g, g);
@@ -603,14 +625,14 @@ void fold_item(const FoldArgs& a, const Plan& plan, std::int64_t layer, const Fo
         to_decay(a.scalar_gate, K, ld);
       }
       const Place state = place_at(a.state, at(a.state, layer, r.slot, hv));
-      const Place kept = {reinterpret_cast<char*>(work + j * VD * K), false};
+      const Place kept = {reinterpret_cast<char*>(x.kept + j * VD * K), false};
       Walk w{};
-      w.K = K, w.V = VD, w.round = a.state.bf16, w.small = small;
+      w.K = K, w.V = VD, w.round = a.state.bf16, w.small = x.small;
       w.from = first > 0 ? kept : state;
       w.last = end ? state : kept;
       if (r.track >= 0 && r.track_step >= first && r.track_step < first + n)
         w.track = place_at(a.state, at(a.state, layer, r.track, hv)), w.track_step = r.track_step - first;
-      recur<false>(w, {n, nullptr, k, nullptr, decay, v, beta, nullptr, nullptr, u});
+      recur<false>(w, {n, nullptr, x.k, nullptr, x.decay, x.v, x.beta, nullptr, nullptr, x.u});
     }
   }
 }
@@ -647,17 +669,6 @@ float* scratch(std::int64_t floats) {
   return kept.get();
 }
 
-Plan plan_of(std::int64_t longest, bool tree, std::int64_t K, std::int64_t V, std::int64_t G) {
-  Plan p{};
-  p.tree = tree;
-  p.block = tree ? longest : std::min(longest, kBlock);
-  p.blocks = longest > p.block;
-  const std::int64_t B = p.block, slack = 16 * 20;
-  p.floats = 2 * (B + 3) * K + G * (B + 3) * V + 8 * K + 4 * G * V + 3 * B * K + 2 * B * V + B * (5 + kRows) +
-             (p.blocks ? G * V * K : 0) + (tree ? B + 1 : 1) * kRows * K + slack;
-  return p;
-}
-
 }  // namespace
 
 void run(const VerifyArgs& a, Stream) {
@@ -674,10 +685,11 @@ void run(const VerifyArgs& a, Stream) {
   }
   clear(a.tokens_end, a.T - a.tokens_end);
   if (longest == 0) return;
-  Plan plan = plan_of(longest, !a.parents.empty(), a.K, a.V, a.HV / a.H);
+  Plan plan(longest, !a.parents.empty(), a.K, a.V, a.HV / a.H);
+  const std::int64_t floats = Scratch(nullptr, plan, false).floats;
   plan.stream = a.snapshots && !a.snapshots.bf16 && a.tokens_end * a.HV * a.V * a.K * 4 > kStreamBytes;
   specstate::cpu::parallel_for(static_cast<std::int64_t>(a.requests.size()) * a.H, 1, [&](std::int64_t begin, std::int64_t end) {
-    HWY_DYNAMIC_DISPATCH(verify_items)(a, plan, begin, end, scratch(plan.floats));
+    HWY_DYNAMIC_DISPATCH(verify_items)(a, plan, begin, end, scratch(floats));
   });
 }
 
@@ -685,9 +697,10 @@ void run(const FoldArgs& a, Stream) {
   std::int64_t longest = 0;
   for (const FoldRequest& r : a.requests) longest = std::max(longest, r.tokens);
   if (longest == 0) return;
-  const Plan plan = plan_of(longest, false, a.K, a.V, a.HV / a.H);
+  const Plan plan(longest, false, a.K, a.V, a.HV / a.H);
+  const std::int64_t floats = Scratch(nullptr, plan, true).floats;
   specstate::cpu::parallel_for(a.layers * static_cast<std::int64_t>(a.requests.size()) * a.H, 1, [&](std::int64_t begin, std::int64_t end) {
-    HWY_DYNAMIC_DISPATCH(fold_items)(a, plan, begin, end, scratch(plan.floats));
+    HWY_DYNAMIC_DISPATCH(fold_items)(a, plan, begin, end, scratch(floats));
   });
 }
 
