@@ -669,6 +669,9 @@ float* scratch(std::int64_t floats) {
   return kept.get();
 }
 
+/// Items that are worth waking another thread for: about 8 microseconds.
+std::int64_t grain(const Plan& p, std::int64_t longest) { return std::max<std::int64_t>(1, 65536 / (p.K * p.V * p.G * longest)); }
+
 }  // namespace
 
 void run(const VerifyArgs& a, Stream) {
@@ -688,7 +691,7 @@ void run(const VerifyArgs& a, Stream) {
   Plan plan(longest, !a.parents.empty(), a.K, a.V, a.HV / a.H);
   const std::int64_t floats = Scratch(nullptr, plan, false).floats;
   plan.stream = a.snapshots && !a.snapshots.bf16 && a.tokens_end * a.HV * a.V * a.K * 4 > kStreamBytes;
-  specstate::cpu::parallel_for(static_cast<std::int64_t>(a.requests.size()) * a.H, 1, [&](std::int64_t begin, std::int64_t end) {
+  specstate::cpu::parallel_for(static_cast<std::int64_t>(a.requests.size()) * a.H, grain(plan, longest), [&](std::int64_t begin, std::int64_t end) {
     HWY_DYNAMIC_DISPATCH(verify_items)(a, plan, begin, end, scratch(floats));
   });
 }
@@ -699,7 +702,7 @@ void run(const FoldArgs& a, Stream) {
   if (longest == 0) return;
   const Plan plan(longest, false, a.K, a.V, a.HV / a.H);
   const std::int64_t floats = Scratch(nullptr, plan, true).floats;
-  specstate::cpu::parallel_for(a.layers * static_cast<std::int64_t>(a.requests.size()) * a.H, 1, [&](std::int64_t begin, std::int64_t end) {
+  specstate::cpu::parallel_for(a.layers * static_cast<std::int64_t>(a.requests.size()) * a.H, grain(plan, longest), [&](std::int64_t begin, std::int64_t end) {
     HWY_DYNAMIC_DISPATCH(fold_items)(a, plan, begin, end, scratch(floats));
   });
 }

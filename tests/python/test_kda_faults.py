@@ -1,6 +1,7 @@
 """Faults that people met in recurrent state under speculation, by kind, as small inputs.
 
-What only a GPU can show (graph replay, streams) is not here; where its logic has a CPU form, that form is tested.
+What only a GPU can show (streams, capture) is not here; where a graph fault has a CPU form, that form is tested. One-shot clears,
+generations of slots and pinned snapshots (lifecycle) belong to an engine's bookkeeping, not to these functions.
 """
 
 import mmap
