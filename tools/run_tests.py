@@ -134,6 +134,7 @@ def main():
     tasks.sort(key=lambda t: -seconds.get(t[0], 1e9))
 
     environment = dict(os.environ, PYTHONDONTWRITEBYTECODE="1")
+    environment.setdefault("RC_PARAMS", "seed=20261130")  # rapidcheck: the same cases every time; RC_PARAMS=seed=N draws others
     if args.build != parser.get_default("build"):
         environment["SPECSTATE_LIBRARY_PATH"] = str(build / "lib")
     start = time.monotonic()

@@ -45,7 +45,6 @@ class Run {
   void catch_up(std::size_t drafter);
   std::vector<int> accept(const std::vector<int>& active, const Window& w, const std::vector<int>& rows);
 
-  const Checkpoint& model_;
   const TargetConfig& config_;
   const GenerateOptions& options_;
   const RunOptions& run_;
@@ -77,7 +76,7 @@ int context_needed(const std::vector<std::vector<int>>& prompts, const GenerateO
 
 Run::Run(const Checkpoint& model, const std::vector<std::vector<int>>& prompts, const GenerateOptions& options, const RunOptions& run,
          const Callbacks& callbacks)
-    : model_(model), config_(model.target.config), options_(options), run_(run), callbacks_(callbacks), window_(window_of(model, run.mode)) {
+    : config_(model.target.config), options_(options), run_(run), callbacks_(callbacks), window_(window_of(model, run.mode)) {
   const int count = static_cast<int>(prompts.size()), context = context_needed(prompts, options, config_);
   for (const auto& [mode, weights] : {std::pair(Mode::kDSpark, &model.dspark), std::pair(Mode::kDFlash, &model.dflash)}) {
     if (!weights->has_value() || (run.mode != mode && run.mode != Mode::kAuto)) continue;
@@ -355,13 +354,11 @@ Report Run::finish() {
     report_.costs.plain = auto_->plain_cost();
     report_.costs.verify = auto_->verify_costs();
   }
-  std::int64_t emitted = 0;
   for (std::size_t r = 0; r < requests_.size(); ++r) {
     RequestReport& request = report_.requests[r];
     request.state_digest = target_->digest(static_cast<int>(r));
     report_.steps += request.steps;
     report_.committed_tokens += request.committed_tokens;
-    emitted += static_cast<std::int64_t>(request.tokens.size());
   }
   report_.mean_accepted_length = report_.steps ? static_cast<double>(report_.committed_tokens) / static_cast<double>(report_.steps) : 0.0;
   report_.tokens_per_second = report_.decode_seconds > 0 ? static_cast<double>(report_.committed_tokens) / report_.decode_seconds : 0.0;

@@ -38,7 +38,7 @@ void rotate(float* x, const float* table, std::int64_t rotary) {
 }  // namespace
 
 Drafter::Drafter(const DraftWeights& weights, const TargetWeights& target, int requests, int context)
-    : weights_(weights), config_(weights.config), target_(target), context_(context),
+    : weights_(weights), config_(weights.config), target_(target),
       projection_(TensorView(const_cast<std::uint16_t*>(weights.kv_weight.data()), DType::kBFloat16,
                              {config_.layers, 2 * std::int64_t{config_.kv_heads} * config_.head_dim, config_.hidden})),
       eps_(at(config_.layers), config_.rms_eps), pages_(at(requests)), known_(at(requests), 0) {

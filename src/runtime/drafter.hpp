@@ -72,7 +72,6 @@ class Drafter {
   const DraftWeights& weights_;
   const DraftConfig& config_;
   const TargetWeights& target_;
-  int context_;
   draft_kv::KvProjection projection_;
   Floats eps_, rope_;                                // [L], [context + block, R]
   std::vector<std::uint16_t> k_pool_, v_pool_;       // bfloat16 [L, rows, kv_heads, D]; page 0 takes what belongs nowhere
