@@ -101,8 +101,8 @@ void run(Report& report) {
   std::map<Mode, std::vector<int>> lengths;
   {
     const runtime::Checkpoint model = runtime::load_checkpoint(folder);
-    const Prompts prompts = read_prompts(folder, model.target.config, report.quick() ? 2 : 18);
-    const auto decoded = decode_all(model, prompts, modes, report.quick() ? 24 : 256, report.quick() ? 1 : 5, {});
+    const Prompts prompts = read_prompts(folder, model.target.config, report.quick() ? 2 : 12);
+    const auto decoded = decode_all(model, prompts, modes, report.quick() ? 24 : 256, report.quick() ? 1 : 3, {});
     add(report, model, "embedded", decoded);
     // The recorded lengths in a fixed random order, as a step of the synthetic model will commit them.
     std::mt19937 random(1);

@@ -15,21 +15,23 @@ import sys
 from source_digest import digest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+MODEL = ROOT / "models" / "specstate-bytes"
 EVIDENCE = ROOT / "tests" / "evidence" / "lossless_matrix.json"
 PROMPTS = 50
 WINDOW = 8
 
 
 def run_cell(command, prompts, mode, temperature, force, tokens):
-    call = [command, "generate", "--mode", mode, "--temperature", str(temperature), "--seed", "7", "--max-new-tokens", str(tokens),
+    call = [command, "generate", "--model", str(MODEL), "--mode", mode, "--temperature", str(temperature), "--seed", "7", "--max-new-tokens", str(tokens),
             "--check-lossless", "--json", "-"]
     if force:
         call += ["--force-accept", str(force)]
+    head = " ".join(call)
     for prompt in prompts:
         call += ["--prompt-file", str(prompt)]
     result = subprocess.run(call, capture_output=True, text=True)
     if result.returncode not in (0, 3):
-        raise SystemExit(f"{' '.join(call)}: {result.stderr.strip()}")
+        raise SystemExit(f"{head} ...: {result.stderr.strip()}")
     report = json.loads(result.stdout)
     return {"mode": mode, "temperature": temperature, "force_accept": force, "prompts": len(report["requests"]),
             "lossless": sum(r["lossless"] for r in report["requests"]), "steps": report["steps"],
@@ -44,10 +46,10 @@ def main():
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--record", action="store_true", help=f"write {EVIDENCE.relative_to(ROOT)}")
     options = parser.parse_args()
-    prompts = sorted((ROOT / "models" / "specstate-bytes" / "prompts").glob("*.txt"))
+    prompts = sorted((MODEL / "prompts").glob("*.txt"))
     if len(prompts) < PROMPTS:
         raise SystemExit(f"expected {PROMPTS} held-out prompts, found {len(prompts)}")
-    prompts = prompts[:: len(prompts) // PROMPTS][:PROMPTS]  # over all domains
+    prompts = sorted(sorted(prompts, key=lambda p: p.stat().st_size)[:PROMPTS])
     cells = []
     for mode in ("dflash", "dspark"):
         for temperature in (0, 0.8):

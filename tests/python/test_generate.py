@@ -67,6 +67,17 @@ def test_auto_is_lossless_and_says_why():
     assert same(report, generate(*batch_of(domains()), "--max-new-tokens", 64, "--mode", "plain"))
 
 
+def test_the_recorded_matrix_is_complete_and_lossless():
+    evidence = json.loads((ROOT / "tests" / "evidence" / "lossless_matrix.json").read_text())
+    assert len(evidence["prompts"]) == 50 and evidence["not_lossless"] == 0
+    cells = {(c["mode"], c["temperature"], c["force_accept"]): c for c in evidence["cells"]}
+    assert set(cells) == {(m, t, f) for m in ("dflash", "dspark") for t in (0, 0.8) for f in range(9)}
+    assert all(c["prompts"] == c["lossless"] == 50 for c in cells.values())
+    for (_, _, force), cell in cells.items():
+        if force:
+            assert cell["accepted_lengths"][force] >= 0.9 * (cell["steps"] - 100)
+
+
 def test_speculation_accepts_several_tokens_on_real_text():
     for mode in ("dflash", "dspark"):
         report = generate(*batch_of(PROMPTS[::9]), "--mode", mode, "--max-new-tokens", 96)
