@@ -46,8 +46,8 @@ struct Decoded {
 };
 
 /// All modes in turn, several rounds, so that whatever else the machine does meets all of them; the best round of each counts.
-std::map<Mode, Decoded> decode_all(const runtime::Checkpoint& model, const Prompts& prompts, const std::vector<Mode>& modes, int tokens, int rounds,
-                                   const std::map<Mode, std::vector<int>>& lengths) {
+std::map<Mode, Decoded> decode_all(const runtime::Checkpoint& model, const Prompts& prompts, const std::vector<Mode>& modes, int tokens,
+                                   int rounds, const std::map<Mode, std::vector<int>>& lengths) {
   std::map<Mode, Decoded> out;
   runtime::GenerateOptions options;
   options.max_new_tokens = tokens;
@@ -109,7 +109,8 @@ void run(Report& report) {
     for (const Mode mode : {Mode::kDFlash, Mode::kDSpark}) {
       std::vector<int>& sequence = lengths[mode];
       const std::vector<std::int64_t>& counts = decoded.at(mode).lengths;
-      for (std::size_t k = 1; k < counts.size(); ++k) sequence.insert(sequence.end(), static_cast<std::size_t>(counts[k]), static_cast<int>(k));
+      for (std::size_t k = 1; k < counts.size(); ++k)
+        sequence.insert(sequence.end(), static_cast<std::size_t>(counts[k]), static_cast<int>(k));
       std::shuffle(sequence.begin(), sequence.end(), random);
     }
   }
@@ -142,7 +143,8 @@ void run(Report& report) {
   const runtime::Checkpoint model = runtime::load_checkpoint(synthetic);
   std::filesystem::remove_all(synthetic);
   const Prompts prompts = read_prompts(folder, model.target.config, report.quick() ? 1 : 3);
-  const auto decoded = decode_all(model, prompts, {Mode::kPlain, Mode::kDFlash, Mode::kDSpark}, report.quick() ? 16 : 160, report.quick() ? 1 : 4, lengths);
+  const auto decoded =
+      decode_all(model, prompts, {Mode::kPlain, Mode::kDFlash, Mode::kDSpark}, report.quick() ? 16 : 160, report.quick() ? 1 : 4, lengths);
   add(report, model, "synthetic_" + std::to_string(model.weight_bytes / 1000000) + "MB", decoded);
 }
 

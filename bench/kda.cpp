@@ -29,7 +29,8 @@ struct Layer {
   std::vector<float> w, a_log, bias, weight, state, ring_g, ring_beta, snapshots;
   std::vector<std::int32_t> slots, cu, accept;
 
-  Layer(std::int64_t heads, std::int64_t requests, std::int64_t tokens, bool with_snapshots) : H(heads), N(requests), W(tokens), T(requests * tokens) {
+  Layer(std::int64_t heads, std::int64_t requests, std::int64_t tokens, bool with_snapshots)
+      : H(heads), N(requests), W(tokens), T(requests * tokens) {
     std::mt19937 random(1);
     const auto uniform = [&] { return static_cast<float>(random() >> 8) * 0x1p-23f - 1.0f; };
     for (auto* x : {&q, &k, &v, &g, &gate, &out}) x->resize(static_cast<std::size_t>(T * H * kDim));
@@ -52,8 +53,12 @@ struct Layer {
 
   template <class Params>
   Params step() {
-    const auto act = [](std::vector<bfloat16>& x, std::initializer_list<std::int64_t> shape) { return TensorView(x.data(), DType::kBFloat16, shape); };
-    const auto f32 = [](std::vector<float>& x, std::initializer_list<std::int64_t> shape) { return TensorView(x.data(), DType::kFloat32, shape); };
+    const auto act = [](std::vector<bfloat16>& x, std::initializer_list<std::int64_t> shape) {
+      return TensorView(x.data(), DType::kBFloat16, shape);
+    };
+    const auto f32 = [](std::vector<float>& x, std::initializer_list<std::int64_t> shape) {
+      return TensorView(x.data(), DType::kFloat32, shape);
+    };
     Params p;
     p.x_q = act(q, {T, H, kDim}), p.x_k = act(k, {T, H, kDim}), p.x_v = act(v, {T, H, kDim});
     p.w_q = p.w_k = p.w_v = f32(w, {H * kDim, 4});
@@ -90,8 +95,8 @@ std::string amount(double x, const char* unit) {
 }
 
 /// The recurrence's arithmetic takes a multiply and `fused` multiply-adds an element and token.
-void add(Report& report, const std::string& operation, Report::Keys keys, double us, double bytes, double operations, double least_memory_us,
-         const std::string& memory) {
+void add(Report& report, const std::string& operation, Report::Keys keys, double us, double bytes, double operations,
+         double least_memory_us, const std::string& memory) {
   Result r;
   r.ours_us = us;
   const double computing = report.compute_us(operations);
@@ -105,21 +110,22 @@ void run(Report& report) {
   struct Shape {
     std::int64_t heads, requests, tokens;
   };
-  const std::vector<Shape> shapes = report.quick() ? std::vector<Shape>{{2, 1, 4}}
-                                                   : std::vector<Shape>{{12, 1, 1}, {12, 1, 8}, {12, 1, 16}, {12, 8, 8}, {12, 32, 8}};
+  const std::vector<Shape> shapes =
+      report.quick() ? std::vector<Shape>{{2, 1, 4}} : std::vector<Shape>{{12, 1, 1}, {12, 1, 8}, {12, 1, 16}, {12, 8, 8}, {12, 32, 8}};
   for (const auto& [heads, requests, tokens] : shapes) {
     Layer x(heads, requests, tokens, true);
     const double items = static_cast<double>(heads * requests), token_items = items * static_cast<double>(tokens);
     const double elements = kDim * kDim * token_items;
-    const Report::Keys keys = {{"heads", std::to_string(heads)}, {"requests", std::to_string(requests)}, {"tokens", std::to_string(tokens)}};
+    const Report::Keys keys = {
+        {"heads", std::to_string(heads)}, {"requests", std::to_string(requests)}, {"tokens", std::to_string(tokens)}};
     // Per token and head: q, k, v, g and the norm's gate, beta; out; windows written; the record. Per item: state and windows read.
     const double per_token = 5 * kDim * 2 + 2 + kDim * 2 + 9 * kDim * 2, record = kDim * 2 * 2 + kDim * 4 + 4;
     const double once = items * (kStateBytes + 9 * kDim * 2);
 
     const kda::VerifyParams ring = x.verify(true), snap = x.verify(false);
     double bytes = once + token_items * (per_token + record);
-    add(report, "verify_ring", keys, report.time([&] { kda::verify(ring); }), bytes, 7 * elements, report.read_us(static_cast<std::int64_t>(once)),
-        "reading the states, measured at this size");
+    add(report, "verify_ring", keys, report.time([&] { kda::verify(ring); }), bytes, 7 * elements,
+        report.read_us(static_cast<std::int64_t>(once)), "reading the states, measured at this size");
 
     const double snapshot_us = report.time([&] { kda::verify(snap); });
     const auto states = static_cast<std::int64_t>(x.snapshots.size()) / (kDim * kDim);
@@ -133,8 +139,8 @@ void run(Report& report) {
 
     const auto decoded = x.step<kda::DecodeParams>();
     bytes = 2 * once + token_items * per_token;
-    add(report, "decode", keys, report.time([&] { kda::decode(decoded); }), bytes, 7 * elements, report.read_us(static_cast<std::int64_t>(once)),
-        "reading the states, measured at this size");
+    add(report, "decode", keys, report.time([&] { kda::decode(decoded); }), bytes, 7 * elements,
+        report.read_us(static_cast<std::int64_t>(once)), "reading the states, measured at this size");
 
     if (tokens < 8) continue;
     kda::verify(ring);

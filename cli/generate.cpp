@@ -25,7 +25,9 @@ nlohmann::ordered_json to_json(const runtime::Report& r) {
   j["mode"] = runtime::name_of(r.mode);
   if (!r.note.empty()) j["note"] = r.note;
   if (r.costs.plain > 0)
-    j["costs"] = {{"plain_seconds", r.costs.plain}, {"dflash_draft_seconds", r.costs.dflash_draft}, {"dspark_draft_seconds", r.costs.dspark_draft},
+    j["costs"] = {{"plain_seconds", r.costs.plain},
+                  {"dflash_draft_seconds", r.costs.dflash_draft},
+                  {"dspark_draft_seconds", r.costs.dspark_draft},
                   {"verify_seconds", r.costs.verify}};
   j["steps"] = r.steps;
   j["committed_tokens"] = r.committed_tokens;
@@ -34,14 +36,21 @@ nlohmann::ordered_json to_json(const runtime::Report& r) {
   j["tokens_per_second"] = r.tokens_per_second;
   j["prefill_seconds"] = r.prefill_seconds;
   j["decode_seconds"] = r.decode_seconds;
-  j["hisparse"] = {{"hits", r.hisparse.hits}, {"misses", r.hisparse.misses}, {"hit_rate", r.hisparse.hit_rate},
-                   {"host_bytes_copied", r.hisparse.host_bytes_copied}, {"hot_slots", r.hisparse.hot_slots}, {"top_k", r.hisparse.top_k}};
-  j["kda"] = {{"state_bytes", r.kda.state_bytes}, {"ring_bytes", r.kda.ring_bytes}, {"snapshot_bytes_avoided", r.kda.snapshot_bytes_avoided}};
+  j["hisparse"] = {{"hits", r.hisparse.hits},           {"misses", r.hisparse.misses},
+                   {"hit_rate", r.hisparse.hit_rate},   {"host_bytes_copied", r.hisparse.host_bytes_copied},
+                   {"hot_slots", r.hisparse.hot_slots}, {"top_k", r.hisparse.top_k}};
+  j["kda"] = {
+      {"state_bytes", r.kda.state_bytes}, {"ring_bytes", r.kda.ring_bytes}, {"snapshot_bytes_avoided", r.kda.snapshot_bytes_avoided}};
   j["draft_kv"] = {{"tokens_materialized", r.draft_kv.tokens_materialized}, {"bytes_written", r.draft_kv.bytes_written}};
   if (r.lossless) j["lossless"] = *r.lossless;
   for (const runtime::RequestReport& q : r.requests) {
-    j["requests"].push_back({{"text", q.text}, {"tokens", q.tokens}, {"finish", q.finish}, {"prompt_tokens", q.prompt_tokens}, {"steps", q.steps},
-                             {"committed_tokens", q.committed_tokens}, {"state_digest", fmt::format("{:016x}", q.state_digest)}});
+    j["requests"].push_back({{"text", q.text},
+                             {"tokens", q.tokens},
+                             {"finish", q.finish},
+                             {"prompt_tokens", q.prompt_tokens},
+                             {"steps", q.steps},
+                             {"committed_tokens", q.committed_tokens},
+                             {"state_digest", fmt::format("{:016x}", q.state_digest)}});
     if (q.lossless) j["requests"].back()["lossless"] = *q.lossless;
   }
   return j;
@@ -57,9 +66,11 @@ std::string to_text(const runtime::Report& r) {
   line("tokens", fmt::format("{} new after {} of prompt; {} steps, {:.2f} tokens a step", tokens, prompt, r.steps, r.mean_accepted_length));
   line("speed", fmt::format("{:.0f} tokens/s decoding; prefill {:.0f} tokens/s", r.tokens_per_second,
                             r.prefill_seconds > 0 ? prompt / r.prefill_seconds : 0.0));
-  line("hisparse", fmt::format("{} hits, {} misses ({:.1f} % hits), {} bytes from the host; {} hot slots, top-k {}", r.hisparse.hits, r.hisparse.misses,
-                               100 * r.hisparse.hit_rate, r.hisparse.host_bytes_copied, r.hisparse.hot_slots, r.hisparse.top_k));
-  line("kda", fmt::format("{} bytes of state, {} of rings; {} bytes of snapshots avoided", r.kda.state_bytes, r.kda.ring_bytes, r.kda.snapshot_bytes_avoided));
+  line("hisparse",
+       fmt::format("{} hits, {} misses ({:.1f} % hits), {} bytes from the host; {} hot slots, top-k {}", r.hisparse.hits, r.hisparse.misses,
+                   100 * r.hisparse.hit_rate, r.hisparse.host_bytes_copied, r.hisparse.hot_slots, r.hisparse.top_k));
+  line("kda", fmt::format("{} bytes of state, {} of rings; {} bytes of snapshots avoided", r.kda.state_bytes, r.kda.ring_bytes,
+                          r.kda.snapshot_bytes_avoided));
   line("draft KV", fmt::format("{} tokens materialized, {} bytes written", r.draft_kv.tokens_materialized, r.draft_kv.bytes_written));
   if (r.lossless) line("lossless", *r.lossless ? "yes: tokens and state equal plain decoding" : "NO: plain decoding gives something else");
   return s;
@@ -72,7 +83,9 @@ int run_generate(const GenerateCommand& command) {
     throw Error(ErrorKind::kNotImplemented, "--device cuda: the engine of this build runs on the CPU; use --device cpu.");
   const std::string folder = command.model.empty() ? runtime::find_embedded_model() : command.model;
   if (folder.empty())
-    throw Error(ErrorKind::kRuntime, "the embedded model (models/specstate-bytes) was found neither beside this build nor installed; name a folder with --model.");
+    throw Error(
+        ErrorKind::kRuntime,
+        "the embedded model (models/specstate-bytes) was found neither beside this build nor installed; name a folder with --model.");
   std::vector<std::string> prompts = command.prompts;
   for (const std::string& file : command.prompt_files) prompts.push_back(runtime::read_text(file, kMaxPromptFile));
 
@@ -85,11 +98,14 @@ int run_generate(const GenerateCommand& command) {
       std::fwrite(bytes.data(), 1, bytes.size(), stdout);
       std::fflush(stdout);
     };
-  const bool progress = isatty(STDERR_FILENO) && std::any_of(prompts.begin(), prompts.end(), [](const std::string& p) { return p.size() > 1000; });
+  const bool progress =
+      isatty(STDERR_FILENO) && std::any_of(prompts.begin(), prompts.end(), [](const std::string& p) { return p.size() > 1000; });
   if (progress)
     callbacks.prefill = [&](std::size_t request, int done, int total) {
       // After the last chunk the line is wiped.
-      std::fputs(done < total ? fmt::format("\rprefill {}/{}: {} of {} tokens", request + 1, prompts.size(), done, total).c_str() : "\r\x1b[K", stderr);
+      std::fputs(
+          done < total ? fmt::format("\rprefill {}/{}: {} of {} tokens", request + 1, prompts.size(), done, total).c_str() : "\r\x1b[K",
+          stderr);
     };
   const runtime::Report report = engine.generate(prompts, command.options, callbacks);
 

@@ -11,7 +11,7 @@ struct GenerateCommand {
   std::vector<std::string> prompt_files;  // their contents follow the texts
   std::string model;                      // folder; empty: the embedded one
   std::string device = "cpu";
-  std::string json;                       // file or "-"; empty: none
+  std::string json;  // file or "-"; empty: none
   runtime::GenerateOptions options;
 };
 /// Text on stdout, report on stderr. Returns the exit status.

@@ -76,18 +76,39 @@ int run(int argc, char** argv) {
   runtime::GenerateOptions& g = generate.options;
   std::string mode = "auto", proposal = "greedy";
   CLI::App* generate_app = app.add_subcommand("generate", "decode a prompt with the embedded model; text on stdout, report on stderr");
-  generate_app->add_option("--prompt", generate.prompts, "prompt text (repeat for a batch)")->take_all()->expected(1)->allow_extra_args(false);
-  generate_app->add_option("--prompt-file", generate.prompt_files, "file with a prompt (repeat for a batch)")->take_all()->expected(1)->allow_extra_args(false);
-  generate_app->add_option("--max-new-tokens", g.max_new_tokens, "tokens to generate at most")->check(number(1, 1 << 30, "an integer of 1 or more"))->capture_default_str();
-  generate_app->add_option("--mode", mode, "auto: what measures fastest; a named mode is always followed")->check(one_of({"auto", "plain", "dflash", "dspark"}))->capture_default_str();
-  generate_app->add_option("--temperature", g.temperature, "0: greedy")->check(number(0.0, 1e6, "a number of 0 (greedy) or more"))->capture_default_str();
-  generate_app->add_option("--seed", g.seed, "of sampling; equal seeds draw equal tokens in every mode")->check(number<std::uint64_t>(0, ~0ull, "an integer of 0 or more"))->capture_default_str();
-  generate_app->add_option("--proposal", proposal, "greedy: the drafter's best ids; sampled: drawn from it, verified by rejection sampling")->check(one_of({"greedy", "sampled"}))->capture_default_str();
+  generate_app->add_option("--prompt", generate.prompts, "prompt text (repeat for a batch)")
+      ->take_all()
+      ->expected(1)
+      ->allow_extra_args(false);
+  generate_app->add_option("--prompt-file", generate.prompt_files, "file with a prompt (repeat for a batch)")
+      ->take_all()
+      ->expected(1)
+      ->allow_extra_args(false);
+  generate_app->add_option("--max-new-tokens", g.max_new_tokens, "tokens to generate at most")
+      ->check(number(1, 1 << 30, "an integer of 1 or more"))
+      ->capture_default_str();
+  generate_app->add_option("--mode", mode, "auto: what measures fastest; a named mode is always followed")
+      ->check(one_of({"auto", "plain", "dflash", "dspark"}))
+      ->capture_default_str();
+  generate_app->add_option("--temperature", g.temperature, "0: greedy")
+      ->check(number(0.0, 1e6, "a number of 0 (greedy) or more"))
+      ->capture_default_str();
+  generate_app->add_option("--seed", g.seed, "of sampling; equal seeds draw equal tokens in every mode")
+      ->check(number<std::uint64_t>(0, ~0ull, "an integer of 0 or more"))
+      ->capture_default_str();
+  generate_app->add_option("--proposal", proposal, "greedy: the drafter's best ids; sampled: drawn from it, verified by rejection sampling")
+      ->check(one_of({"greedy", "sampled"}))
+      ->capture_default_str();
   generate_app->add_option("--device", generate.device, "backend")->check(one_of({"cpu", "cuda"}))->capture_default_str();
   generate_app->add_option("--model", generate.model, "model folder (default: the embedded model)");
-  generate_app->add_option("--hot-slots", g.hot_slots, "device rows that cache the KV of the host, per request and layer")->check(number(1, 1 << 20, "an integer of 1 or more"))->capture_default_str();
-  generate_app->add_option("--chunk", g.chunk, "prefill rows at once")->check(number(1, 1 << 20, "an integer of 1 or more"))->capture_default_str();
-  generate_app->add_option("--force-accept", g.force_accept, "for tests: commit exactly this many tokens a step where they fit")->check(number(1, 1 << 20, "an integer of 1 or more"));
+  generate_app->add_option("--hot-slots", g.hot_slots, "device rows that cache the KV of the host, per request and layer")
+      ->check(number(1, 1 << 20, "an integer of 1 or more"))
+      ->capture_default_str();
+  generate_app->add_option("--chunk", g.chunk, "prefill rows at once")
+      ->check(number(1, 1 << 20, "an integer of 1 or more"))
+      ->capture_default_str();
+  generate_app->add_option("--force-accept", g.force_accept, "for tests: commit exactly this many tokens a step where they fit")
+      ->check(number(1, 1 << 20, "an integer of 1 or more"));
   generate_app->add_flag("--check-lossless", g.check_lossless, "also decode plainly and compare; a difference exits 3");
   generate_app->add_option("--json", generate.json, "write the report as JSON to a file, or - for stdout (instead of the text)");
 
@@ -111,7 +132,8 @@ int run(int argc, char** argv) {
   } catch (const CLI::ExtrasError&) {
     const std::vector<std::string> rest = app.remaining(true);
     const std::string word = rest.empty() ? "" : rest.front();
-    if (&deepest(app) == &app && word.rfind("-", 0) != 0) return usage(app, "expected one of the subcommands generate, bench and doctor, got '" + word + "'");
+    if (&deepest(app) == &app && word.rfind("-", 0) != 0)
+      return usage(app, "expected one of the subcommands generate, bench and doctor, got '" + word + "'");
     return usage(app, "expected a known option, got '" + word + "'");
   } catch (const CLI::ParseError& e) {
     return usage(app, e.what());
@@ -121,10 +143,14 @@ int run(int argc, char** argv) {
     for (const runtime::Mode m : {runtime::Mode::kAuto, runtime::Mode::kPlain, runtime::Mode::kDFlash, runtime::Mode::kDSpark})
       if (mode == runtime::name_of(m)) g.mode = m;
     g.sampled_proposals = proposal == "sampled";
-    if (generate.prompts.empty() && generate.prompt_files.empty()) return usage(app, "expected --prompt TEXT or --prompt-file FILE, got neither");
-    if (g.sampled_proposals && g.temperature <= 0) return usage(app, "--proposal sampled: expected --temperature above 0, got greedy decoding");
+    if (generate.prompts.empty() && generate.prompt_files.empty())
+      return usage(app, "expected --prompt TEXT or --prompt-file FILE, got neither");
+    if (g.sampled_proposals && g.temperature <= 0)
+      return usage(app, "--proposal sampled: expected --temperature above 0, got greedy decoding");
     if (g.sampled_proposals && (g.check_lossless || g.force_accept))
-      return usage(app, "--proposal sampled: expected neither --check-lossless nor --force-accept: it draws other tokens than plain decoding, of the same distribution");
+      return usage(app,
+                   "--proposal sampled: expected neither --check-lossless nor --force-accept: it draws other tokens than plain decoding, "
+                   "of the same distribution");
     if (g.force_accept && (g.mode == runtime::Mode::kAuto || g.mode == runtime::Mode::kPlain))
       return usage(app, "--force-accept: expected --mode dflash or dspark, got " + mode);
     return run_generate(generate);

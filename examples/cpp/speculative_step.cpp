@@ -4,12 +4,11 @@
 #include <cstdint>
 #include <cstdio>
 #include <random>
-#include <string>
-#include <vector>
-
 #include <specstate/accept.hpp>
 #include <specstate/kda.hpp>
 #include <specstate/supports.hpp>
+#include <string>
+#include <vector>
 
 using namespace specstate;
 

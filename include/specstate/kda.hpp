@@ -43,16 +43,16 @@ struct StepParams {
   /// [N+1] request r owns tokens cu[r] to cu[r+1]-1; cu[0] = 0, never decreasing, cu[N] <= T. Not given: T / N tokens each.
   TensorView cu_seqlens;
   /// Gated RMS norm of the output over V (all three or none): o * rsqrt(mean(o^2) + eps) * weight * sigmoid(gate).
-  TensorView onorm_gate;            ///< [T, HV, V]
-  TensorView onorm_weight;          ///< [V] float32
+  TensorView onorm_gate;    ///< [T, HV, V]
+  TensorView onorm_weight;  ///< [V] float32
   std::optional<double> onorm_eps;
   TensorView out;  ///< [T, HV, V] act, written completely: padding rows and tokens of no request become 0
 
   /// Given: safe gate ld = lower_bound * sigmoid(exp(A_log) * (g + dt_bias)), < 0. Not given: ld = -exp(A_log) * softplus(g + dt_bias).
   std::optional<double> lower_bound;
   double softplus_beta = 1.0, softplus_threshold = 20.0;
-  std::optional<double> scale;  ///< of q; > 0; default K^-0.5
-  bool l2norm = true;           ///< q, k <- x / sqrt(sum x^2 + 1e-6)
+  std::optional<double> scale;     ///< of q; > 0; default K^-0.5
+  bool l2norm = true;              ///< q, k <- x / sqrt(sum x^2 + 1e-6)
   bool round_before_norm = false;  ///< o rounded to act before the norm
   std::int64_t null_slot = -1;
 };
@@ -66,8 +66,8 @@ struct Rings {
 };
 
 struct VerifyParams : StepParams {
-  Rings rings;           ///< tokens i >= L are not recorded
-  TensorView snapshots;  ///< [rows, steps, HV, V, K] of state's dtype: state after token i
+  Rings rings;                        ///< tokens i >= L are not recorded
+  TensorView snapshots;               ///< [rows, steps, HV, V, K] of state's dtype: state after token i
   TensorView conv_q, conv_k, conv_v;  ///< [rows, steps, C, 3] act, any strides: window after token i, both modes; all three or none
   TensorView rows;                    ///< [N] row of each request in snapshots and conv_*; default: its own number
   /// Tree: [N, >= tokens of each request] index of a token's parent within its request, < 0: the request's own state. A parent comes
@@ -102,11 +102,11 @@ struct FoldParams {
 SPECSTATE_API void fold(const FoldParams& params, Stream stream = {});
 
 struct RollbackConvWindowsParams {
-  TensorView pool;               ///< [pool, C, 3], any strides; in place
-  TensorView windows;            ///< [rows, steps, C, 3] of pool's dtype, any strides: what verify wrote
-  TensorView slots;              ///< [N]; < 0: skipped
-  TensorView last_correct_step;  ///< [N] accepted tokens - 1; < 0: skipped
-  TensorView rows;               ///< [N] row of each request; default: its own number
+  TensorView pool;                      ///< [pool, C, 3], any strides; in place
+  TensorView windows;                   ///< [rows, steps, C, 3] of pool's dtype, any strides: what verify wrote
+  TensorView slots;                     ///< [N]; < 0: skipped
+  TensorView last_correct_step;         ///< [N] accepted tokens - 1; < 0: skipped
+  TensorView rows;                      ///< [N] row of each request; default: its own number
   TensorView track_slots, track_steps;  ///< [N], both or none: a second copy, windows[row, track_step] -> pool[track_slot]; < 0: skipped
 };
 /// Commits the conv windows: pool[slot] = windows[row, last_correct_step], for `count` pools that share their indices' meaning.
@@ -128,14 +128,14 @@ SPECSTATE_API void commit_kda_replayssm_spec_all_layers(const CommitParams& para
 
 /// The recurrence alone (q, k, v convolved and activated already), decode and verify, KDA and GDN.
 struct GatingUpdateParams {
-  TensorView A_log;    ///< HV elements
-  TensorView a;        ///< raw gate, [.., HV*K] or [.., HV, K] (is_kda), else [.., HV]
-  TensorView dt_bias;  ///< HV*K elements (is_kda), else HV
-  TensorView q, k, v;  ///< [B, T, H, K], [B, T, HV, V]
-  TensorView b;        ///< [.., HV] logits
-  TensorView initial_state_source;   ///< [pool, HV, V, K]; written back unless disable_state_update
-  TensorView initial_state_indices;  ///< [N]; < 0 starts from zeros and writes no state and no ring
-  TensorView cu_seqlens;             ///< [N+1] with B = 1; not given: N = B requests of T tokens
+  TensorView A_log;                       ///< HV elements
+  TensorView a;                           ///< raw gate, [.., HV*K] or [.., HV, K] (is_kda), else [.., HV]
+  TensorView dt_bias;                     ///< HV*K elements (is_kda), else HV
+  TensorView q, k, v;                     ///< [B, T, H, K], [B, T, HV, V]
+  TensorView b;                           ///< [.., HV] logits
+  TensorView initial_state_source;        ///< [pool, HV, V, K]; written back unless disable_state_update
+  TensorView initial_state_indices;       ///< [N]; < 0 starts from zeros and writes no state and no ring
+  TensorView cu_seqlens;                  ///< [N+1] with B = 1; not given: N = B requests of T tokens
   TensorView intermediate_states_buffer;  ///< [rows, steps, HV, V, K] or not given
   TensorView intermediate_state_indices;  ///< [N] rows of it; default: the request's number
   TensorView retrieve_parent_token;       ///< [N, T] or not given

@@ -36,8 +36,8 @@ struct GenerateOptions {
   /// Proposals are drawn from the drafter's distribution and verified by rejection sampling (temperature > 0): the target's distribution
   /// exactly, but not the tokens that plain decoding draws.
   bool sampled_proposals = false;
-  int chunk = 64;     ///< prefill rows at once; never changes a result
-  int hot_slots = 96; ///< device rows that cache the host's KV, per request and layer; at least index_topk; never changes a result
+  int chunk = 64;      ///< prefill rows at once; never changes a result
+  int hot_slots = 96;  ///< device rows that cache the host's KV, per request and layer; at least index_topk; never changes a result
   /// For tests, 1 or more: each step commits exactly this many tokens where they fit (at most the window). A plain run tells which
   /// proposals are right; the drafter's own are replaced, so the output stays the target's.
   int force_accept = 0;
@@ -46,11 +46,11 @@ struct GenerateOptions {
 
 /// One decoded prompt.
 struct RequestReport {
-  std::vector<int> tokens;       ///< emitted ids, without the prompt
-  std::string text;              ///< their bytes, as they are (not always valid UTF-8)
-  std::string finish;            ///< "length", "eos" or "context"
-  int prompt_tokens = 0;         ///< BOS included
-  std::int64_t steps = 0;        ///< forwards of the target after the prefill
+  std::vector<int> tokens;            ///< emitted ids, without the prompt
+  std::string text;                   ///< their bytes, as they are (not always valid UTF-8)
+  std::string finish;                 ///< "length", "eos" or "context"
+  int prompt_tokens = 0;              ///< BOS included
+  std::int64_t steps = 0;             ///< forwards of the target after the prefill
   std::int64_t committed_tokens = 0;  ///< tokens that those steps emitted
   std::uint64_t state_digest = 0;     ///< hash of the committed state: equal state, equal digest
   std::optional<bool> lossless;       ///< with check_lossless
@@ -58,13 +58,13 @@ struct RequestReport {
 
 struct Report {
   std::vector<RequestReport> requests;
-  Mode mode = Mode::kPlain;             ///< what ran: for auto, the drafter that was used, or plain; `note` says why
+  Mode mode = Mode::kPlain;  ///< what ran: for auto, the drafter that was used, or plain; `note` says why
   std::string note;
   std::int64_t steps = 0, committed_tokens = 0;
-  double mean_accepted_length = 0;      ///< committed tokens per step of a request
+  double mean_accepted_length = 0;             ///< committed tokens per step of a request
   std::vector<std::int64_t> accepted_lengths;  ///< [window + 1] how often a step committed so many
   double prefill_seconds = 0, decode_seconds = 0;
-  double tokens_per_second = 0;         ///< emitted tokens after the first, per second of decoding
+  double tokens_per_second = 0;  ///< emitted tokens after the first, per second of decoding
   struct HiSparse {
     std::int64_t hits = 0, misses = 0, host_bytes_copied = 0;
     double hit_rate = 0;
@@ -76,18 +76,18 @@ struct Report {
   struct DraftKv {
     std::int64_t tokens_materialized = 0, bytes_written = 0;
   } draft_kv;
-  std::optional<bool> lossless;         ///< with check_lossless
+  std::optional<bool> lossless;  ///< with check_lossless
   /// What `auto` measured while decoding: seconds a request's share of a step takes; 0 where it had no occasion to measure.
   struct Costs {
     double plain = 0, dflash_draft = 0, dspark_draft = 0;
-    std::vector<double> verify;         ///< [window + 1] by rows of a request
+    std::vector<double> verify;  ///< [window + 1] by rows of a request
   } costs;
 };
 
 /// Called while generating, on the calling thread.
 struct Callbacks {
-  std::function<void(std::size_t request, std::string_view bytes)> text;          ///< newly emitted bytes
-  std::function<void(std::size_t request, int done, int total)> prefill;          ///< prompt tokens processed
+  std::function<void(std::size_t request, std::string_view bytes)> text;  ///< newly emitted bytes
+  std::function<void(std::size_t request, int done, int total)> prefill;  ///< prompt tokens processed
 };
 
 /// A loaded model. One generate at a time.
@@ -98,9 +98,9 @@ class SPECSTATE_API Engine {
   ~Engine();
   Engine(Engine&&) noexcept;
 
-  bool has(Mode mode) const;  ///< false for a drafter that the folder lacks
-  int context() const;        ///< positions: prompt with BOS, and what is generated
-  int top_k() const;          ///< the least hot_slots
+  bool has(Mode mode) const;    ///< false for a drafter that the folder lacks
+  int context() const;          ///< positions: prompt with BOS, and what is generated
+  int top_k() const;            ///< the least hot_slots
   int window(Mode mode) const;  ///< most tokens that a step can commit
 
   /// Decodes the prompts as one batch; a request's output does not depend on the others. Throws Error(kValue) naming the option or

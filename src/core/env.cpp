@@ -11,14 +11,11 @@ namespace specstate::core {
 
 const std::vector<EnvVariable>& env_table() {
   static const std::vector<EnvVariable> table = {
-      {"SPECSTATE_BACKEND", "refuse tensors of any other backend: cpu or cuda", "none"},
-      {"SPECSTATE_CHECK", "1: extra run-time checks (index bounds on the device)", "0"},
       {"SPECSTATE_LIBRARY_PATH", "folder of the shared libraries that the Python package loads", "beside the package"},
       {"SPECSTATE_LOG_DEST", "file that log lines are appended to", "stderr"},
       {"SPECSTATE_LOG_LEVEL", "error, warning, info or debug", "warning"},
       {"SPECSTATE_NUM_THREADS", "threads of the CPU backend", "all cores of the process"},
       {"SPECSTATE_SGLANG", "which families the sglang plugin replaces: 1 or a list", "none"},
-      {"SPECSTATE_TRACE", "file for a Chrome trace", "none"},
   };
   return table;
 }
@@ -58,9 +55,6 @@ Environment read() {
     else
       warnings.push_back("SPECSTATE_NUM_THREADS: expected a number from 1 to 4096, got '" + threads + "'; using all cores");
   }
-  e.check = get("SPECSTATE_CHECK") == "1";
-  e.trace = get("SPECSTATE_TRACE");
-  e.backend = get("SPECSTATE_BACKEND");
   for (char** p = environ; *p; ++p) {
     if (std::strncmp(*p, "SPECSTATE_", 10) != 0) continue;
     const std::string name(*p, std::strcspn(*p, "="));

@@ -18,9 +18,6 @@ struct Environment {
   int num_threads = 0;   // 0: all cores that the process may use
   int log_level = 1;     // 0 error, 1 warning, 2 info, 3 debug
   std::string log_dest;  // empty: stderr
-  bool check = false;    // extra run-time checks
-  std::string trace;     // Chrome trace file
-  std::string backend;   // "" or "cpu" or "cuda"
 };
 
 const Environment& env();

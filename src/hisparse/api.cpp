@@ -62,19 +62,22 @@ void swap_in_spec(const SpecSwapParams& params, Stream stream) {
 void replay_plan(const ReplayPlanParams& params, Stream stream) {
   std::vector<CopyArgs> followers;
   const ReplayPlanArgs args = check(params, followers);
-  core::on_backend(args.op, params.miss_src.device, [&] { cpu::run(args, followers.data(), static_cast<std::int64_t>(followers.size()), stream); });
+  core::on_backend(args.op, params.miss_src.device,
+                   [&] { cpu::run(args, followers.data(), static_cast<std::int64_t>(followers.size()), stream); });
 }
 
 void transfer_paged(const TransferPagedParams& params, Stream stream) {
   std::vector<TransferLayer> layers;
   const TransferArgs args = check(params, layers);
-  core::on_backend(args.op, params.src_indices.device, [&] { cpu::run(args, layers.data(), static_cast<std::int64_t>(layers.size()), stream); });
+  core::on_backend(args.op, params.src_indices.device,
+                   [&] { cpu::run(args, layers.data(), static_cast<std::int64_t>(layers.size()), stream); });
 }
 
 void transfer_paged_pointers(const TransferPagedPointersParams& params, Stream stream) {
   std::vector<TransferLayer> layers;
   const TransferArgs args = check(params, layers);
-  core::on_backend(args.op, params.src_indices.device, [&] { cpu::run(args, layers.data(), static_cast<std::int64_t>(layers.size()), stream); });
+  core::on_backend(args.op, params.src_indices.device,
+                   [&] { cpu::run(args, layers.data(), static_cast<std::int64_t>(layers.size()), stream); });
 }
 
 }  // namespace specstate::hisparse

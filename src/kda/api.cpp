@@ -36,15 +36,30 @@ void with_names(Names names, F&& f) {
   }
 }
 
-constexpr Names kGatingNames = {
-    {"x_q", "q"}, {"x_k", "k"}, {"x_v", "v"}, {"g", "a"}, {"beta", "b"}, {"state", "initial_state_source"},
-    {"slots", "initial_state_indices"}, {"snapshots", "intermediate_states_buffer"}, {"rows", "intermediate_state_indices"},
-    {"parents", "retrieve_parent_token"}, {"rings.rawv", "replayssm_rawv"}, {"rings.rawk", "replayssm_rawk"},
-    {"rings.g", "replayssm_g"}, {"rings.beta", "replayssm_beta"}};
+constexpr Names kGatingNames = {{"x_q", "q"},
+                                {"x_k", "k"},
+                                {"x_v", "v"},
+                                {"g", "a"},
+                                {"beta", "b"},
+                                {"state", "initial_state_source"},
+                                {"slots", "initial_state_indices"},
+                                {"snapshots", "intermediate_states_buffer"},
+                                {"rows", "intermediate_state_indices"},
+                                {"parents", "retrieve_parent_token"},
+                                {"rings.rawv", "replayssm_rawv"},
+                                {"rings.rawk", "replayssm_rawk"},
+                                {"rings.g", "replayssm_g"},
+                                {"rings.beta", "replayssm_beta"}};
 
 void commit(const CommitParams& params, const char* op, int state_dims, Stream stream) {
-  with_names({{"state", "checkpoint_state"}, {"rings.rawv", "rawv_cache"}, {"rings.rawk", "rawk_cache"}, {"rings.g", "gk_cache"},
-              {"rings.beta", "beta_cache"}, {"slots", "ssm_state_indices"}, {"accept", "accept_lens"}, {"track", "mamba_track_indices"},
+  with_names({{"state", "checkpoint_state"},
+              {"rings.rawv", "rawv_cache"},
+              {"rings.rawk", "rawk_cache"},
+              {"rings.g", "gk_cache"},
+              {"rings.beta", "beta_cache"},
+              {"slots", "ssm_state_indices"},
+              {"accept", "accept_lens"},
+              {"track", "mamba_track_indices"},
               {"track_step", "mamba_steps_to_track"}},
              [&] {
                check_commit_contract(params, op, state_dims);
@@ -72,15 +87,23 @@ void fold(const FoldParams& params, Stream stream) {
 
 void rollback_conv_windows(const RollbackConvWindowsParams* params, std::int64_t count, Stream stream) {
   const std::vector<RollbackArgs> all = check(params, count);
-  for (std::int64_t i = 0; i < count; ++i) dispatch("rollback_conv_windows", params[i].pool.device, all[static_cast<std::size_t>(i)], stream);
+  for (std::int64_t i = 0; i < count; ++i)
+    dispatch("rollback_conv_windows", params[i].pool.device, all[static_cast<std::size_t>(i)], stream);
 }
 
 void fused_kda_decode_mtp_dspark(const VerifyParams& params, Stream stream) {
   static constexpr const char* op = "fused_kda_decode_mtp_dspark";
-  with_names({{"state", "recurrent_state"}, {"snapshots", "intermediate_ssm"}, {"rows", "intermediate_state_indices"},
-              {"conv_q", "intermediate_conv_q"}, {"conv_k", "intermediate_conv_k"}, {"conv_v", "intermediate_conv_v"},
-              {"slots", "ssm_state_indices"}, {"rings.rawv", "replayssm_rawv"}, {"rings.rawk", "replayssm_rawk"},
-              {"rings.g", "replayssm_g"}, {"rings.beta", "replayssm_beta"}},
+  with_names({{"state", "recurrent_state"},
+              {"snapshots", "intermediate_ssm"},
+              {"rows", "intermediate_state_indices"},
+              {"conv_q", "intermediate_conv_q"},
+              {"conv_k", "intermediate_conv_k"},
+              {"conv_v", "intermediate_conv_v"},
+              {"slots", "ssm_state_indices"},
+              {"rings.rawv", "replayssm_rawv"},
+              {"rings.rawk", "replayssm_rawk"},
+              {"rings.g", "replayssm_g"},
+              {"rings.beta", "replayssm_beta"}},
              [&] {
                check_fused_contract(params);
                VerifyParams own = params;

@@ -33,18 +33,18 @@ struct Request {
 
 struct VerifyArgs {
   Channel q, k, v;
-  Array g;        // [T, HV, K] or [T, HV]
-  Array beta;     // [T, HV]
-  Array a_log;    // [HV]
-  Array dt_bias;  // [HV, K] or [HV]
-  Array state;    // [pool, HV], V*K dense
-  Array gate;     // [T, HV, V], V dense; not given: no output norm
-  Array norm_weight;  // [V]
-  Array out;          // [T, HV, V], V dense
+  Array g;                              // [T, HV, K] or [T, HV]
+  Array beta;                           // [T, HV]
+  Array a_log;                          // [HV]
+  Array dt_bias;                        // [HV, K] or [HV]
+  Array state;                          // [pool, HV], V*K dense
+  Array gate;                           // [T, HV, V], V dense; not given: no output norm
+  Array norm_weight;                    // [V]
+  Array out;                            // [T, HV, V], V dense
   Array rawv, rawk, ring_g, ring_beta;  // [slots, heads, L, D]
   Array snapshots;                      // [rows, steps, HV], V*K dense
   std::vector<Request> requests;
-  std::vector<std::int32_t> parents;  // [T], index within the request, -1: the request's own state; empty: chains
+  std::vector<std::int32_t> parents;           // [T], index within the request, -1: the request's own state; empty: chains
   std::int64_t T, H, HV, K, V, L, tokens_end;  // tokens_end = cu_seqlens[N]
   bool scalar_gate, safe_gate, l2norm, round_before_norm;
   bool update_state, update_windows, null_from_zero;

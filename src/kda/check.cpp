@@ -56,10 +56,14 @@ void all_or_none(const Checker& check, std::initializer_list<std::pair<const cha
   bool any = false;
   for (const auto& g : given) any = any || g.second;
   for (const auto& g : given)
-    check.require(g.second || !any, g.first, std::string("to be given together with ") + (g.first == given.begin()->first ? (given.end() - 1)->first : given.begin()->first), "none");
+    check.require(
+        g.second || !any, g.first,
+        std::string("to be given together with ") + (g.first == given.begin()->first ? (given.end() - 1)->first : given.begin()->first),
+        "none");
 }
 
-void no_overlap(const Checker& check, const char* name, const TensorView& out, std::initializer_list<std::pair<const char*, const TensorView*>> others) {
+void no_overlap(const Checker& check, const char* name, const TensorView& out,
+                std::initializer_list<std::pair<const char*, const TensorView*>> others) {
   for (const auto& [other, t] : others)
     check.require(!core::may_overlap(out, *t), name, "memory of its own", std::string("memory that overlaps ") + other);
 }
@@ -125,8 +129,12 @@ struct StepCheck {
     check.require(H >= 1, "x_q", "at least one head", "shape " + shape_text(x_q));
     check.require(HV >= 1 && HV % H == 0, "x_v", "a number of heads that is a multiple of H=" + std::to_string(H), std::to_string(HV));
 
-    all_or_none(check, {{"w_q", p.w_q.given()}, {"w_k", p.w_k.given()}, {"w_v", p.w_v.given()},
-                        {"cs_q", p.cs_q.given()}, {"cs_k", p.cs_k.given()}, {"cs_v", p.cs_v.given()}});
+    all_or_none(check, {{"w_q", p.w_q.given()},
+                        {"w_k", p.w_k.given()},
+                        {"w_v", p.w_v.given()},
+                        {"cs_q", p.cs_q.given()},
+                        {"cs_k", p.cs_k.given()},
+                        {"cs_v", p.cs_v.given()}});
     check.arg("w_q", p.w_q).dtype(DType::kFloat32).shape({H * K, kTaps}).same_device();
     check.arg("w_k", p.w_k).dtype(DType::kFloat32).shape({H * K, kTaps}).same_device();
     check.arg("w_v", p.w_v).dtype(DType::kFloat32).shape({HV * V, kTaps}).same_device();
@@ -151,16 +159,19 @@ struct StepCheck {
 
     check.arg("state", p.state).required().dtype({DType::kFloat32, DType::kBFloat16}).shape({pool, HV, V, K}).same_device();
     check_state(check, "state", p.state, 0);
-    for (const auto& [name, t, channels] : {std::tuple<const char*, const TensorView*, std::int64_t>{"cs_q", &p.cs_q, H * K}, {"cs_k", &p.cs_k, H * K}, {"cs_v", &p.cs_v, HV * V}})
+    for (const auto& [name, t, channels] : {std::tuple<const char*, const TensorView*, std::int64_t>{"cs_q", &p.cs_q, H * K},
+                                            {"cs_k", &p.cs_k, H * K},
+                                            {"cs_v", &p.cs_v, HV * V}})
       check.arg(name, *t).dtype(act).shape({Dim::at_least(pool, "pool"), channels, kWindow}).same_device();
 
     check_index(check, "slots", p.slots, N);
     check.arg("cu_seqlens", p.cu_seqlens).dtype({DType::kInt32, DType::kInt64}).shape({N + 1}).same_device();
     if (!p.cu_seqlens.given())
-      check.require(N == 0 ? T == 0 : T % N == 0, "slots", "a number that divides T=" + std::to_string(T) + " where cu_seqlens is not given",
-                    std::to_string(N));
+      check.require(N == 0 ? T == 0 : T % N == 0, "slots",
+                    "a number that divides T=" + std::to_string(T) + " where cu_seqlens is not given", std::to_string(N));
 
-    all_or_none(check, {{"onorm_gate", p.onorm_gate.given()}, {"onorm_weight", p.onorm_weight.given()}, {"onorm_eps", p.onorm_eps.has_value()}});
+    all_or_none(check,
+                {{"onorm_gate", p.onorm_gate.given()}, {"onorm_weight", p.onorm_weight.given()}, {"onorm_eps", p.onorm_eps.has_value()}});
     check.arg("onorm_gate", gate).dtype(floats).shape({T, HV, V}).same_device().inner_contiguous(1);
     check.arg("onorm_weight", p.onorm_weight).dtype(DType::kFloat32).shape({V}).same_device();
     if (p.onorm_eps)
@@ -173,9 +184,22 @@ struct StepCheck {
 
     check.arg("out", out).required().dtype(act).shape({T, HV, V}).same_device().inner_contiguous(1).no_self_overlap();
     no_overlap(check, "out", out,
-               {{"x_q", &x_q}, {"x_k", &x_k}, {"x_v", &x_v}, {"w_q", &p.w_q}, {"w_k", &p.w_k}, {"w_v", &p.w_v}, {"cs_q", &p.cs_q},
-                {"cs_k", &p.cs_k}, {"cs_v", &p.cs_v}, {"g", &g}, {"beta", &beta}, {"A_log", &p.A_log}, {"dt_bias", &p.dt_bias},
-                {"state", &p.state}, {"onorm_gate", &gate}, {"onorm_weight", &p.onorm_weight}});
+               {{"x_q", &x_q},
+                {"x_k", &x_k},
+                {"x_v", &x_v},
+                {"w_q", &p.w_q},
+                {"w_k", &p.w_k},
+                {"w_v", &p.w_v},
+                {"cs_q", &p.cs_q},
+                {"cs_k", &p.cs_k},
+                {"cs_v", &p.cs_v},
+                {"g", &g},
+                {"beta", &beta},
+                {"A_log", &p.A_log},
+                {"dt_bias", &p.dt_bias},
+                {"state", &p.state},
+                {"onorm_gate", &gate},
+                {"onorm_weight", &p.onorm_weight}});
 
     a.q = {array(x_q), array(p.w_q), array(p.cs_q), {}};
     a.k = {array(x_k), array(p.w_k), array(p.cs_k), {}};
@@ -202,8 +226,8 @@ struct StepCheck {
                     "slots below pool=" + std::to_string(pool) + ", or <= " + std::to_string(p.null_slot) + " for padding",
                     std::to_string(slot) + " at " + std::to_string(r));
       const std::int64_t end = p.cu_seqlens.given() ? load_index(p.cu_seqlens, r + 1) : a.tokens_end + T / N;
-      check.require(end >= a.tokens_end && end <= T, "cu_seqlens",
-                    "entries that never decrease and stay within T=" + std::to_string(T), std::to_string(end) + " at " + std::to_string(r + 1));
+      check.require(end >= a.tokens_end && end <= T, "cu_seqlens", "entries that never decrease and stay within T=" + std::to_string(T),
+                    std::to_string(end) + " at " + std::to_string(r + 1));
       a.requests.push_back({slot <= p.null_slot ? -1 : slot, -1, a.tokens_end, end - a.tokens_end});
       a.tokens_end = end;
     }
@@ -257,7 +281,8 @@ VerifyArgs check(const VerifyParams& p, const char* op) {
   step.tensors();
 
   const Rings& r = p.rings;
-  all_or_none(check, {{"rings.rawv", r.rawv.given()}, {"rings.rawk", r.rawk.given()}, {"rings.g", r.g.given()}, {"rings.beta", r.beta.given()}});
+  all_or_none(check,
+              {{"rings.rawv", r.rawv.given()}, {"rings.rawk", r.rawk.given()}, {"rings.g", r.g.given()}, {"rings.beta", r.beta.given()}});
   const bool rings = r.rawv.given();
   if (rings) {
     Sym layers("layers"), slots("slots"), L("L");
@@ -267,34 +292,55 @@ VerifyArgs check(const VerifyParams& p, const char* op) {
     a.rawv = array(r.rawv), a.rawk = array(r.rawk), a.ring_g = array(r.g), a.ring_beta = array(r.beta);
   }
   Sym rows("rows"), steps("steps");
-  check.arg("snapshots", p.snapshots).dtype(p.state.dtype).shape({rows, steps, step.HV, step.V, step.K}).same_device().inner_contiguous(2).no_self_overlap();
+  check.arg("snapshots", p.snapshots)
+      .dtype(p.state.dtype)
+      .shape({rows, steps, step.HV, step.V, step.K})
+      .same_device()
+      .inner_contiguous(2)
+      .no_self_overlap();
   a.snapshots = array(p.snapshots);
   all_or_none(check, {{"conv_q", p.conv_q.given()}, {"conv_k", p.conv_k.given()}, {"conv_v", p.conv_v.given()}});
   if (p.conv_q.given()) {
     check.require(p.w_q.given(), "conv_q", "the convolution's w_* and cs_* with it", "none");
-    for (const auto& [name, t, channels, channel] : {std::tuple<const char*, const TensorView*, std::int64_t, Channel*>{"conv_q", &p.conv_q, step.H * step.K, &a.q},
-                                                     {"conv_k", &p.conv_k, step.H * step.K, &a.k},
-                                                     {"conv_v", &p.conv_v, step.HV * step.V, &a.v}}) {
+    for (const auto& [name, t, channels, channel] :
+         {std::tuple<const char*, const TensorView*, std::int64_t, Channel*>{"conv_q", &p.conv_q, step.H * step.K, &a.q},
+          {"conv_k", &p.conv_k, step.H * step.K, &a.k},
+          {"conv_v", &p.conv_v, step.HV * step.V, &a.v}}) {
       check.arg(name, *t).dtype(step.act).shape({rows, Dim::any("steps"), channels, kWindow}).same_device();
       check.arg(name, distinct_inputs(*t)).no_self_overlap();
       channel->windows = array(*t);
     }
   }
   const std::initializer_list<std::pair<const char*, const TensorView*>> outputs = {
-      {"out", &step.out}, {"rings.rawv", &r.rawv}, {"rings.rawk", &r.rawk}, {"rings.g", &r.g}, {"rings.beta", &r.beta},
-      {"snapshots", &p.snapshots}, {"conv_q", &p.conv_q}, {"conv_k", &p.conv_k}, {"conv_v", &p.conv_v}};
+      {"out", &step.out},          {"rings.rawv", &r.rawv}, {"rings.rawk", &r.rawk}, {"rings.g", &r.g},    {"rings.beta", &r.beta},
+      {"snapshots", &p.snapshots}, {"conv_q", &p.conv_q},   {"conv_k", &p.conv_k},   {"conv_v", &p.conv_v}};
   for (auto o = outputs.begin(); o != outputs.end(); ++o) {
     if (!o->second->given()) continue;
     if (o != outputs.begin())
       no_overlap(check, o->first, *o->second,
-                 {{"x_q", &step.x_q}, {"x_k", &step.x_k}, {"x_v", &step.x_v}, {"w_q", &p.w_q}, {"w_k", &p.w_k}, {"w_v", &p.w_v},
-                  {"cs_q", &p.cs_q}, {"cs_k", &p.cs_k}, {"cs_v", &p.cs_v}, {"g", &step.g}, {"beta", &step.beta}, {"A_log", &p.A_log},
-                  {"dt_bias", &p.dt_bias}, {"state", &p.state}, {"onorm_gate", &step.gate}, {"onorm_weight", &p.onorm_weight}});
-    for (auto other = outputs.begin(); other != o; ++other)
-      no_overlap(check, o->first, *o->second, {*other});
+                 {{"x_q", &step.x_q},
+                  {"x_k", &step.x_k},
+                  {"x_v", &step.x_v},
+                  {"w_q", &p.w_q},
+                  {"w_k", &p.w_k},
+                  {"w_v", &p.w_v},
+                  {"cs_q", &p.cs_q},
+                  {"cs_k", &p.cs_k},
+                  {"cs_v", &p.cs_v},
+                  {"g", &step.g},
+                  {"beta", &step.beta},
+                  {"A_log", &p.A_log},
+                  {"dt_bias", &p.dt_bias},
+                  {"state", &p.state},
+                  {"onorm_gate", &step.gate},
+                  {"onorm_weight", &p.onorm_weight}});
+    for (auto other = outputs.begin(); other != o; ++other) no_overlap(check, o->first, *o->second, {*other});
   }
   check.arg("rows", p.rows).dtype({DType::kInt32, DType::kInt64}).shape({Dim::at_least(step.N, "N")}).same_device();
-  check.arg("parents", p.parents).dtype({DType::kInt32, DType::kInt64}).shape({Dim::at_least(step.N, "N"), Dim::any("tokens")}).same_device();
+  check.arg("parents", p.parents)
+      .dtype({DType::kInt32, DType::kInt64})
+      .shape({Dim::at_least(step.N, "N"), Dim::any("tokens")})
+      .same_device();
   if (p.update_state) check.arg("state", p.state).no_self_overlap();
   a.update_state = p.update_state;
   a.null_from_zero = p.null_from_zero;
@@ -325,7 +371,8 @@ VerifyArgs check(const VerifyParams& p, const char* op) {
   for (const auto& [name, t] : {std::pair{"conv_q", &p.conv_q}, {"conv_k", &p.conv_k}, {"conv_v", &p.conv_v}})
     if (t->given()) check.require(t->sizes[1] >= longest, name, needed, std::to_string(t->sizes[1]));
   if (p.parents.given()) {
-    check.require(p.parents.sizes[1] >= longest, "parents", "at least " + std::to_string(longest) + " columns, the tokens of the longest request",
+    check.require(p.parents.sizes[1] >= longest, "parents",
+                  "at least " + std::to_string(longest) + " columns, the tokens of the longest request",
                   std::to_string(p.parents.sizes[1]));
     a.parents.assign(static_cast<std::size_t>(a.T), -1);
     for (std::size_t i = 0; i < a.requests.size(); ++i)
@@ -334,7 +381,8 @@ VerifyArgs check(const VerifyParams& p, const char* op) {
         if (a.requests[i].slot < 0 && !p.null_from_zero) continue;  // padding: may hold anything
         check.require(parent < t || t == 0, "parents", "a parent before its child",
                       std::to_string(parent) + " for token " + std::to_string(t) + " of request " + std::to_string(i));
-        a.parents[static_cast<std::size_t>(a.requests[i].begin + t)] = static_cast<std::int32_t>(t == 0 ? -1 : std::max<std::int64_t>(parent, -1));
+        a.parents[static_cast<std::size_t>(a.requests[i].begin + t)] =
+            static_cast<std::int32_t>(t == 0 ? -1 : std::max<std::int64_t>(parent, -1));
       }
   }
   return a;
@@ -349,8 +397,17 @@ VerifyArgs check(const DecodeParams& p, const char* op) {
   for (const auto& [name, t] : {std::pair{"cs_q", &p.cs_q}, {"cs_k", &p.cs_k}, {"cs_v", &p.cs_v}}) check.arg(name, *t).no_self_overlap();
   for (const auto& [name, t] : {std::pair{"state", &p.state}, {"cs_q", &p.cs_q}, {"cs_k", &p.cs_k}, {"cs_v", &p.cs_v}})
     no_overlap(check, name, *t,
-               {{"x_q", &step.x_q}, {"x_k", &step.x_k}, {"x_v", &step.x_v}, {"w_q", &p.w_q}, {"w_k", &p.w_k}, {"w_v", &p.w_v},
-                {"g", &step.g}, {"beta", &step.beta}, {"A_log", &p.A_log}, {"dt_bias", &p.dt_bias}, {"onorm_gate", &step.gate},
+               {{"x_q", &step.x_q},
+                {"x_k", &step.x_k},
+                {"x_v", &step.x_v},
+                {"w_q", &p.w_q},
+                {"w_k", &p.w_k},
+                {"w_v", &p.w_v},
+                {"g", &step.g},
+                {"beta", &step.beta},
+                {"A_log", &p.A_log},
+                {"dt_bias", &p.dt_bias},
+                {"onorm_gate", &step.gate},
                 {"onorm_weight", &p.onorm_weight}});
   no_overlap(check, "cs_q", p.cs_q, {{"state", &p.state}, {"cs_k", &p.cs_k}, {"cs_v", &p.cs_v}});
   no_overlap(check, "cs_k", p.cs_k, {{"state", &p.state}, {"cs_v", &p.cs_v}});
@@ -426,7 +483,8 @@ FoldArgs check(const FoldParams& p, const char* op) {
   check_rings(check, p.rings, p.rings.rawv.dtype, a.scalar_gate, has_layers ? 1 : 0, layers, slots, HV, H, L, V, K, false);
   check.require(H >= 1 && HV % H == 0, "rings.rawk", "a number of heads that divides HV=" + std::to_string(HV), std::to_string(H));
   check.require(slots >= pool, "rings.rawv", "at least pool=" + std::to_string(pool) + " slots", std::to_string(slots));
-  no_overlap(check, "state", p.state, {{"rings.rawv", &p.rings.rawv}, {"rings.rawk", &p.rings.rawk}, {"rings.g", &p.rings.g}, {"rings.beta", &p.rings.beta}});
+  no_overlap(check, "state", p.state,
+             {{"rings.rawv", &p.rings.rawv}, {"rings.rawk", &p.rings.rawk}, {"rings.g", &p.rings.g}, {"rings.beta", &p.rings.beta}});
   check_index(check, "slots", p.slots, N);
   check_index(check, "accept", p.accept, N);
   all_or_none(check, {{"track", p.track.given()}, {"track_step", p.track_step.given()}});
@@ -448,12 +506,14 @@ FoldArgs check(const FoldParams& p, const char* op) {
     const std::int64_t slot = load_index(p.slots, i), accept = load_index(p.accept, i);
     check.require(slot <= p.null_slot || (slot >= 0 && slot < pool), "slots", range, std::to_string(slot) + " at " + std::to_string(i));
     const bool padding = slot <= p.null_slot;
-    check.require(padding || accept <= L, "accept", "at most L=" + std::to_string(L) + " tokens", std::to_string(accept) + " at " + std::to_string(i));
+    check.require(padding || accept <= L, "accept", "at most L=" + std::to_string(L) + " tokens",
+                  std::to_string(accept) + " at " + std::to_string(i));
     if (padding || accept <= 0) continue;
     FoldRequest r{slot, accept, -1, -1};
     if (p.track.given()) {
       const std::int64_t track = load_index(p.track, i), at_step = load_index(p.track_step, i);
-      check.require(track <= p.null_slot || (track >= 0 && track < pool), "track", range, std::to_string(track) + " at " + std::to_string(i));
+      check.require(track <= p.null_slot || (track >= 0 && track < pool), "track", range,
+                    std::to_string(track) + " at " + std::to_string(i));
       if (track > p.null_slot && at_step >= 0 && at_step < accept) {
         r.track = track, r.track_step = at_step;
         once.add(track);
@@ -473,7 +533,12 @@ std::vector<RollbackArgs> check(const RollbackConvWindowsParams* params, std::in
     const RollbackConvWindowsParams& p = params[i];
     Checker check("rollback_conv_windows");
     Sym pool("pool"), C("C"), rows("rows"), steps("steps"), N("N");
-    check.arg("conv_pools", p.pool).required().dtype({DType::kBFloat16, DType::kFloat32}).shape({pool, C, kWindow}).same_device().no_self_overlap();
+    check.arg("conv_pools", p.pool)
+        .required()
+        .dtype({DType::kBFloat16, DType::kFloat32})
+        .shape({pool, C, kWindow})
+        .same_device()
+        .no_self_overlap();
     check.arg("intermediate_windows", p.windows).required().dtype(p.pool.dtype).shape({rows, steps, C, kWindow}).same_device();
     no_overlap(check, "conv_pools", p.pool, {{"intermediate_windows", &p.windows}});
     for (std::int64_t j = 0; j < i; ++j) no_overlap(check, "conv_pools", p.pool, {{"another pool", &params[j].pool}});
@@ -497,7 +562,8 @@ std::vector<RollbackArgs> check(const RollbackConvWindowsParams* params, std::in
                       std::to_string(slot) + " at " + std::to_string(n));
         check.require(step < steps, step_name, "steps below " + std::to_string(steps) + ", or < 0 to skip",
                       std::to_string(step) + " at " + std::to_string(n));
-        check.require(row >= 0 && row < rows, "rows", "rows below " + std::to_string(rows), std::to_string(row) + " at " + std::to_string(n));
+        check.require(row >= 0 && row < rows, "rows", "rows below " + std::to_string(rows),
+                      std::to_string(row) + " at " + std::to_string(n));
         once.add(slot);
         a.copies.push_back({slot, row, step});
       };
@@ -523,8 +589,8 @@ void check_fused_contract(const VerifyParams& p) {
     return t.ndim == from + static_cast<int>(want.size()) && std::equal(want.begin(), want.end(), t.sizes + from);
   };
   check.arg("x_q", p.x_q).required().ndim(4);
-  for (const auto& [name, t] : {std::pair{"x_k", &p.x_k}, {"x_v", &p.x_v}, {"g", &p.g}, {"beta", &p.beta}, {"cu_seqlens", &p.cu_seqlens},
-                                {"state", &p.state}})
+  for (const auto& [name, t] :
+       {std::pair{"x_k", &p.x_k}, {"x_v", &p.x_v}, {"g", &p.g}, {"beta", &p.beta}, {"cu_seqlens", &p.cu_seqlens}, {"state", &p.state}})
     check.arg(name, *t).required();
   const std::int64_t T = p.x_q.sizes[1], H = p.x_q.sizes[2], D = 128;
   const std::string tokens = "(1, " + std::to_string(T) + ", " + std::to_string(H);
@@ -548,7 +614,8 @@ void check_fused_contract(const VerifyParams& p) {
   const DType act = p.x_q.dtype;
   if (all) {
     const std::int64_t L = r.rawv.ndim == 4 ? r.rawv.sizes[2] : 0;
-    if (L < W || !tail_is(r.rawv, 1, {H, L, D}) || !tail_is(r.rawk, 1, {H, L, D}) || !tail_is(r.g, 1, {H, L, D}) || !tail_is(r.beta, 1, {H, L}))
+    if (L < W || !tail_is(r.rawv, 1, {H, L, D}) || !tail_is(r.rawk, 1, {H, L, D}) || !tail_is(r.g, 1, {H, L, D}) ||
+        !tail_is(r.beta, 1, {H, L}))
       fail("expected ReplaySSM ring layouts [slots, H=" + std::to_string(H) + ", L>=" + std::to_string(W) + ", 128] / [slots, H, L]");
     // Float32 activations bring float32 rings: they hold what was used, without loss.
     const bool known = act == DType::kBFloat16 || act == DType::kFloat32;  // else x_q is at fault
@@ -567,9 +634,17 @@ void check_fused_contract(const VerifyParams& p) {
       fail("expected output-norm gate=bf16 and weight=fp32");
   }
   // From here on what sglang leaves unchecked; `check` does the rest.
-  for (const auto& [name, t] : {std::pair{"w_q", &p.w_q}, {"w_k", &p.w_k}, {"w_v", &p.w_v}, {"cs_q", &p.cs_q}, {"cs_k", &p.cs_k},
-                                {"cs_v", &p.cs_v}, {"conv_q", &p.conv_q}, {"conv_k", &p.conv_k},
-                                {"conv_v", &p.conv_v}, {"rows", &p.rows}, {"slots", &p.slots}})
+  for (const auto& [name, t] : {std::pair{"w_q", &p.w_q},
+                                {"w_k", &p.w_k},
+                                {"w_v", &p.w_v},
+                                {"cs_q", &p.cs_q},
+                                {"cs_k", &p.cs_k},
+                                {"cs_v", &p.cs_v},
+                                {"conv_q", &p.conv_q},
+                                {"conv_k", &p.conv_k},
+                                {"conv_v", &p.conv_v},
+                                {"rows", &p.rows},
+                                {"slots", &p.slots}})
     check.arg(name, *t).required();
   check.require(p.lower_bound.has_value(), "lower_bound", "a finite number < 0", "none");
   for (const auto& [name, t] : {std::pair{"conv_q", &p.conv_q}, {"conv_k", &p.conv_k}, {"conv_v", &p.conv_v}})

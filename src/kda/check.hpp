@@ -15,7 +15,6 @@ void check_fused_contract(const VerifyParams& params);
 void check_fused_lengths(const VerifyArgs& args, const char* op);
 void check_commit_contract(const CommitParams& params, const char* op, int state_dims);
 
-
 /// The neighbours' tensors as those of verify and decode, without a copy; throws where their shapes do not allow that.
 VerifyParams as_verify(const GatingUpdateParams& params, const char* op);
 DecodeParams as_decode(const GatingUpdateParams& params, const char* op);

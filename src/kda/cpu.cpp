@@ -34,10 +34,10 @@ constexpr std::int64_t kStreamBytes = std::int64_t{4} << 20;  // of snapshots: m
 
 /// What every item of a call needs.
 struct Plan {
-  std::int64_t K, V, G;     // G value heads read one key head
-  std::int64_t block;       // most tokens of one walk
-  bool blocks, tree;        // some request takes several walks; trees keep one state a node
-  bool stream = false;      // see Walk
+  std::int64_t K, V, G;  // G value heads read one key head
+  std::int64_t block;    // most tokens of one walk
+  bool blocks, tree;     // some request takes several walks; trees keep one state a node
+  bool stream = false;   // see Walk
 
   Plan(std::int64_t longest, bool is_tree, std::int64_t key_dim, std::int64_t value_dim, std::int64_t group)
       : K(key_dim), V(value_dim), G(group), block(is_tree ? longest : std::min(longest, kBlock)), blocks(longest > block), tree(is_tree) {}
@@ -49,8 +49,8 @@ struct Scratch {
   float *in_q, *in_k, *in_v;                     // raw inputs behind the three before them; in_v and taps_v for each value head
   float *taps_q, *taps_k, *taps_v;
   std::int32_t (*ancestor)[3];
-  float *kept;   // states between walks, one for each value head
-  float *small;  // rows of the state in L1
+  float* kept;   // states between walks, one for each value head
+  float* small;  // rows of the state in L1
   std::int64_t floats = 0;
 
   Scratch(float* base, const Plan& p, bool fold) {
@@ -188,7 +188,8 @@ void read_taps(const Array& a, std::int64_t first, std::int64_t n, float* HWY_RE
     for (std::int64_t c = 0; c < n; c += kWidth) {
       V w0, w1, w2, w3;
       hn::LoadInterleaved4(d, static_cast<const float*>(a.data) + (first + c) * 4, w0, w1, w2, w3);
-      hn::StoreU(w0, d, taps + c), hn::StoreU(w1, d, taps + n + c), hn::StoreU(w2, d, taps + 2 * n + c), hn::StoreU(w3, d, taps + 3 * n + c);
+      hn::StoreU(w0, d, taps + c), hn::StoreU(w1, d, taps + n + c), hn::StoreU(w2, d, taps + 2 * n + c),
+          hn::StoreU(w3, d, taps + 3 * n + c);
     }
     return;
   }
@@ -209,11 +210,11 @@ HWY_INLINE void sums4(D, const V (&x)[4][kParts], float* to) {
 }
 #else
 /// 16 running lanes -> 4, pairing lanes 8 and then 4 apart.
-template <class DV, class VV = hn::Vec<DV>>
+template <class DV, class VV = hn::Vec<DV> >
 HWY_INLINE auto fold16(DV d, const VV (&x)[kParts]) {
   if constexpr (kWidth == 16) {
     const hn::Half<DV> d8;
-    const hn::Half<hn::Half<DV>> d4;
+    const hn::Half<hn::Half<DV> > d4;
     const auto y = hn::Add(hn::LowerHalf(d8, x[0]), hn::UpperHalf(d8, x[0]));
     return hn::Add(hn::LowerHalf(d4, y), hn::UpperHalf(d4, y));
   } else if constexpr (kWidth == 8) {
@@ -271,15 +272,15 @@ HWY_INLINE Place place_at(const Array& a, std::int64_t offset) { return {address
 
 struct Walk {
   std::int64_t K, V;
-  bool round;              // a bfloat16 pool: the state is rounded after every token
-  Place from;              // the state before the first token; none: zeros
-  Place snapshots;         // of token 0, or none
-  bool stream;             // snapshots past the caches: there are more of them than these hold
+  bool round;                   // a bfloat16 pool: the state is rounded after every token
+  Place from;                   // the state before the first token; none: zeros
+  Place snapshots;              // of token 0, or none
+  bool stream;                  // snapshots past the caches: there are more of them than these hold
   std::int64_t snapshot_pitch;  // bytes from one token's snapshot to the next
-  Place track;             // where the state after token track_step goes, or none
+  Place track;                  // where the state after token track_step goes, or none
   std::int64_t track_step;
-  Place last;              // where the state after the last token goes, or none
-  float* small;            // [tree ? n : 1, kRows, K] scratch
+  Place last;    // where the state after the last token goes, or none
+  float* small;  // [tree ? n : 1, kRows, K] scratch
 };
 
 /// One token, four value rows: S <- (S + u_before k_before) * decay; p = S . k, r = S . q. kFirst: there is no token before.
@@ -294,7 +295,8 @@ HWY_INLINE void step(const Walk& w, const float* from, float* to, const float* k
   for (std::int64_t h = 0; h < kParts; ++h) {
     V p0 = hn::Zero(d), p1 = p0, p2 = p0, p3 = p0, r0 = p0, r1 = p0, r2 = p0, r3 = p0;
     for (std::int64_t c = h * kWidth; c < K; c += kLanes) {
-      V s0 = hn::LoadU(d, from + c), s1 = hn::LoadU(d, from + K + c), s2 = hn::LoadU(d, from + 2 * K + c), s3 = hn::LoadU(d, from + 3 * K + c);
+      V s0 = hn::LoadU(d, from + c), s1 = hn::LoadU(d, from + K + c), s2 = hn::LoadU(d, from + 2 * K + c),
+        s3 = hn::LoadU(d, from + 3 * K + c);
       if constexpr (!kFirst) {
         const V kb = hn::LoadU(d, k_before + c);
         s0 = hn::MulAdd(u0, kb, s0), s1 = hn::MulAdd(u1, kb, s1), s2 = hn::MulAdd(u2, kb, s2), s3 = hn::MulAdd(u3, kb, s3);
@@ -397,7 +399,7 @@ void recur(const Walk& w, const Tokens& x) {
 
 /// y[i] = round(silu(conv)) of every token; `ancestor[i]` names the three inputs before token i in `inputs`.
 void conv_silu(const float* HWY_RESTRICT inputs, const float* HWY_RESTRICT taps, const std::int32_t (*ancestor)[3], std::int64_t n,
-              std::int64_t channels, bool round, float* HWY_RESTRICT y) {
+               std::int64_t channels, bool round, float* HWY_RESTRICT y) {
   const D d;
   for (std::int64_t i = 0; i < n; ++i) {
     const float* x[4];
@@ -443,7 +445,7 @@ HWY_INLINE void to_decay(bool scalar, std::int64_t K, float* ld) {
 
 /// Raw inputs of the block behind the three before it, then q, k or v of the recurrence.
 void fill_channels(const Channel& c, const Request& r, std::int64_t head, std::int64_t first, std::int64_t n, std::int64_t channels,
-              const std::int32_t (*ancestor)[3], float* inputs, const float* taps, float* y) {
+                   const std::int32_t (*ancestor)[3], float* inputs, const float* taps, float* y) {
   for (std::int64_t i = 0; i < n; ++i) {
     float* to = c.weight ? inputs + (i + 3) * channels : y + i * channels;
     read_row(address(c.x, at(c.x, r.begin + first + i, head)), c.x.bf16, channels, to);
@@ -467,7 +469,8 @@ void start_channels(const Channel& c, const Request& r, std::int64_t head, std::
 }
 
 /// After a block: its last three inputs go to the front, and at a request's end into the pool if that is advanced in place.
-void end_channels(const Channel& c, const Request& r, std::int64_t head, std::int64_t n, std::int64_t channels, bool to_pool, float* inputs) {
+void end_channels(const Channel& c, const Request& r, std::int64_t head, std::int64_t n, std::int64_t channels, bool to_pool,
+                  float* inputs) {
   if (!c.weight) return;
   if (to_pool && r.slot >= 0) {
     const float* rows[3] = {inputs + n * channels, inputs + (n + 1) * channels, inputs + (n + 2) * channels};
@@ -527,8 +530,8 @@ void gates(const VerifyArgs& a, const Request& r, std::int64_t hv, std::int64_t 
 }
 
 /// n rows of q, k or v as they were used, into their ring.
-void record(const VerifyArgs& a, const Array& ring, const Request& r, std::int64_t head, std::int64_t first, std::int64_t n, std::int64_t channels,
-            const float* x) {
+void record(const VerifyArgs& a, const Array& ring, const Request& r, std::int64_t head, std::int64_t first, std::int64_t n,
+            std::int64_t channels, const float* x) {
   if (!ring || r.slot < 0) return;
   for (std::int64_t i = 0; i < n && first + i < a.L; ++i)
     write_row(x + i * channels, channels, address(ring, at(ring, r.slot, head, first + i)), ring.bf16);
@@ -677,7 +680,8 @@ std::int64_t grain(const Plan& p, std::int64_t longest) { return std::max<std::i
 void run(const VerifyArgs& a, Stream) {
   const auto clear = [&](std::int64_t begin, std::int64_t tokens) {
     for (std::int64_t t = begin; t < begin + tokens; ++t)
-      for (std::int64_t h = 0; h < a.HV; ++h) std::memset(address(a.out, at(a.out, t, h)), 0, static_cast<std::size_t>(a.V * (a.out.bf16 ? 2 : 4)));
+      for (std::int64_t h = 0; h < a.HV; ++h)
+        std::memset(address(a.out, at(a.out, t, h)), 0, static_cast<std::size_t>(a.V * (a.out.bf16 ? 2 : 4)));
   };
   std::int64_t longest = 0;
   for (const Request& r : a.requests) {
@@ -691,9 +695,10 @@ void run(const VerifyArgs& a, Stream) {
   Plan plan(longest, !a.parents.empty(), a.K, a.V, a.HV / a.H);
   const std::int64_t floats = Scratch(nullptr, plan, false).floats;
   plan.stream = a.snapshots && !a.snapshots.bf16 && a.tokens_end * a.HV * a.V * a.K * 4 > kStreamBytes;
-  specstate::cpu::parallel_for(static_cast<std::int64_t>(a.requests.size()) * a.H, grain(plan, longest), [&](std::int64_t begin, std::int64_t end) {
-    HWY_DYNAMIC_DISPATCH(verify_items)(a, plan, begin, end, scratch(floats));
-  });
+  specstate::cpu::parallel_for(static_cast<std::int64_t>(a.requests.size()) * a.H, grain(plan, longest),
+                               [&](std::int64_t begin, std::int64_t end) {
+                                 HWY_DYNAMIC_DISPATCH(verify_items)(a, plan, begin, end, scratch(floats));
+                               });
 }
 
 void run(const FoldArgs& a, Stream) {
@@ -702,9 +707,10 @@ void run(const FoldArgs& a, Stream) {
   if (longest == 0) return;
   const Plan plan(longest, false, a.K, a.V, a.HV / a.H);
   const std::int64_t floats = Scratch(nullptr, plan, true).floats;
-  specstate::cpu::parallel_for(a.layers * static_cast<std::int64_t>(a.requests.size()) * a.H, grain(plan, longest), [&](std::int64_t begin, std::int64_t end) {
-    HWY_DYNAMIC_DISPATCH(fold_items)(a, plan, begin, end, scratch(floats));
-  });
+  specstate::cpu::parallel_for(a.layers * static_cast<std::int64_t>(a.requests.size()) * a.H, grain(plan, longest),
+                               [&](std::int64_t begin, std::int64_t end) {
+                                 HWY_DYNAMIC_DISPATCH(fold_items)(a, plan, begin, end, scratch(floats));
+                               });
 }
 
 void run(const RollbackArgs& a, Stream) {

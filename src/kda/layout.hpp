@@ -15,9 +15,7 @@ SPECSTATE_HD inline std::int64_t at(const Array& a, std::int64_t i0, std::int64_
 }
 
 /// Pointer to an element, whatever its storage type.
-SPECSTATE_HD inline char* address(const Array& a, std::int64_t offset) {
-  return static_cast<char*>(a.data) + offset * (a.bf16 ? 2 : 4);
-}
+SPECSTATE_HD inline char* address(const Array& a, std::int64_t offset) { return static_cast<char*>(a.data) + offset * (a.bf16 ? 2 : 4); }
 
 SPECSTATE_HD inline float load(const Array& a, std::int64_t offset) {
   return a.bf16 ? core::to_float(static_cast<const core::bfloat16*>(a.data)[offset]) : static_cast<const float*>(a.data)[offset];

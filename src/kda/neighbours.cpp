@@ -73,7 +73,8 @@ VerifyParams as_verify(const GatingUpdateParams& u, const char* op) {
   VerifyParams p;
   fill(check, u, u.is_kda, p);
   if (!u.cu_seqlens.given() && u.initial_state_indices.given() && u.initial_state_indices.ndim == 1)
-    check.require(u.initial_state_indices.sizes[0] == u.q.sizes[0], "slots", "one entry for each of the B=" + std::to_string(u.q.sizes[0]) + " rows of q",
+    check.require(u.initial_state_indices.sizes[0] == u.q.sizes[0], "slots",
+                  "one entry for each of the B=" + std::to_string(u.q.sizes[0]) + " rows of q",
                   std::to_string(u.initial_state_indices.sizes[0]));
   p.lower_bound = u.lower_bound;
   p.snapshots = u.intermediate_states_buffer, p.rows = u.intermediate_state_indices;
@@ -91,8 +92,8 @@ DecodeParams as_decode(const GatingUpdateParams& u, const char* op) {
   const TensorView& s = u.initial_state_source;
   if (s.given() && s.ndim == 1) {  // flat: slots one behind the other
     const std::int64_t HV = u.v.sizes[2], V = u.v.sizes[3], K = u.q.sizes[3], slot = HV * V * K;
-    check.require(slot > 0 && s.sizes[0] % slot == 0 && s.inner_contiguous(1), "state", "a dense multiple of HV*V*K=" + std::to_string(slot) + " elements",
-                  shape_text(s));
+    check.require(slot > 0 && s.sizes[0] % slot == 0 && s.inner_contiguous(1), "state",
+                  "a dense multiple of HV*V*K=" + std::to_string(slot) + " elements", shape_text(s));
     p.state = TensorView(s.data, s.dtype, {s.sizes[0] / slot, HV, V, K}, s.device);
   }
   return p;

@@ -20,8 +20,10 @@ std::size_t at(int i) { return static_cast<std::size_t>(i); }
 
 /// A preempted step says nothing about what a step costs: outliers count at most half as much again, and a faster one counts fully.
 void learn(double& cost, double seconds) {
-  if (cost == 0 || seconds < cost) cost = cost == 0 ? seconds : 0.5 * (cost + seconds);
-  else cost += kNew * (std::min(seconds, 1.5 * cost) - cost);
+  if (cost == 0 || seconds < cost)
+    cost = cost == 0 ? seconds : 0.5 * (cost + seconds);
+  else
+    cost += kNew * (std::min(seconds, 1.5 * cost) - cost);
 }
 
 }  // namespace
@@ -110,7 +112,9 @@ void AutoPolicy::plain_step(int requests, double seconds) {
     // One whole block of the better drafter, whatever the table says.
     int best = -1;
     for (int i = 0; i < static_cast<int>(ways_.size()); ++i)
-      if (ways_[at(i)].alive && (best < 0 || gain(ways_[at(i)], best_width(ways_[at(i)])) > gain(ways_[at(best)], best_width(ways_[at(best)])))) best = i;
+      if (ways_[at(i)].alive &&
+          (best < 0 || gain(ways_[at(i)], best_width(ways_[at(i)])) > gain(ways_[at(best)], best_width(ways_[at(best)]))))
+        best = i;
     if (best < 0) return;
     next_ = best;
     width_ = ways_[at(best)].window;
@@ -118,7 +122,8 @@ void AutoPolicy::plain_step(int requests, double seconds) {
   }
 }
 
-void AutoPolicy::speculative_step(double draft_seconds, double verify_seconds, const std::vector<int>& lens, const std::vector<int>& accepted) {
+void AutoPolicy::speculative_step(double draft_seconds, double verify_seconds, const std::vector<int>& lens,
+                                  const std::vector<int>& accepted) {
   if (next_ < 0) return;
   Way& way = ways_[at(next_)];
   const int batch = static_cast<int>(lens.size()), rows = std::accumulate(lens.begin(), lens.end(), 0);

@@ -40,9 +40,9 @@ class AutoPolicy {
   struct Way {
     int window = 0;
     bool alive = true;
-    int steps = 0;                        // speculative steps so far
+    int steps = 0;  // speculative steps so far
     double draft = 0;
-    std::vector<double> tried, passed;    // by proposal: judged, and accepted
+    std::vector<double> tried, passed;  // by proposal: judged, and accepted
   };
   double verify_cost(int rows) const;
   double gain(const Way& way, int width) const;

@@ -102,8 +102,13 @@ KdaWeights load_kda(Loader& f, const std::string& name, const TargetConfig& c) {
   KdaWeights w;
   const std::int64_t d = c.hidden, heads = c.kda_heads, channels = heads * c.kda_dim;
   const std::int64_t rf = f.rank(name + "f_a_proj.weight", d), rg = f.rank(name + "g_a_proj.weight", d);
-  w.in = f.stack({{name + "q_proj.weight", channels}, {name + "k_proj.weight", channels}, {name + "v_proj.weight", channels},
-                  {name + "f_a_proj.weight", rf}, {name + "g_a_proj.weight", rg}, {name + "b_proj.weight", heads}}, d);
+  w.in = f.stack({{name + "q_proj.weight", channels},
+                  {name + "k_proj.weight", channels},
+                  {name + "v_proj.weight", channels},
+                  {name + "f_a_proj.weight", rf},
+                  {name + "g_a_proj.weight", rg},
+                  {name + "b_proj.weight", heads}},
+                 d);
   w.gate = f.matrix(name + "f_b_proj.weight", channels, rf);
   w.out_gate = f.matrix(name + "g_b_proj.weight", channels, rg);
   w.out = f.matrix(name + "o_proj.weight", d, channels);
@@ -121,9 +126,12 @@ MlaWeights load_mla(Loader& f, const std::string& name, const TargetConfig& c, b
   MlaWeights w;
   const std::int64_t d = c.hidden, heads = c.mla_heads, rank = c.kv_lora_rank;
   const std::string index = name + "indexer.";
-  w.in = f.stack({{name + "q_proj.weight", heads * (c.nope_dim + c.rope_dim)}, {name + "kv_a_proj_with_mqa.weight", rank + c.rope_dim},
+  w.in = f.stack({{name + "q_proj.weight", heads * (c.nope_dim + c.rope_dim)},
+                  {name + "kv_a_proj_with_mqa.weight", rank + c.rope_dim},
                   {index + "wq_b.weight", anchor ? std::int64_t{c.index_heads} * c.index_dim : 0},
-                  {index + "wk.weight", anchor ? c.index_dim : 0}, {index + "weights_proj.weight", anchor ? c.index_heads : 0}}, d);
+                  {index + "wk.weight", anchor ? c.index_dim : 0},
+                  {index + "weights_proj.weight", anchor ? c.index_heads : 0}},
+                 d);
   const std::vector<std::uint16_t> up = f.bf16(name + "kv_b_proj.weight", heads * (c.nope_dim + c.v_dim), rank);
   for (std::int64_t h = 0; h < heads; ++h) {
     const std::uint16_t* head = up.data() + h * (c.nope_dim + c.v_dim) * rank;
@@ -151,8 +159,10 @@ TargetWeights load_target(Loader& f, const TargetConfig& c) {
     LayerWeights layer;
     layer.input_norm = f.values(name + "input_layernorm.weight", {d});
     layer.post_norm = f.values(name + "post_attention_layernorm.weight", {d});
-    if (c.is_kda[static_cast<std::size_t>(i)]) layer.kda = load_kda(f, name + "self_attn.", c);
-    else layer.mla = load_mla(f, name + "self_attn.", c, c.anchor_of[static_cast<std::size_t>(i)] == i);
+    if (c.is_kda[static_cast<std::size_t>(i)])
+      layer.kda = load_kda(f, name + "self_attn.", c);
+    else
+      layer.mla = load_mla(f, name + "self_attn.", c, c.anchor_of[static_cast<std::size_t>(i)] == i);
     layer.gate_up = f.stack({{name + "mlp.gate_proj.weight", c.intermediate}, {name + "mlp.up_proj.weight", c.intermediate}}, d);
     layer.down = f.matrix(name + "mlp.down_proj.weight", d, c.intermediate);
     w.layers.push_back(std::move(layer));
@@ -206,12 +216,14 @@ Checkpoint load_checkpoint(const std::string& folder) {
   c.target = load_target(file, target);
   c.parameters = file.parameters();
   c.weight_bytes = file.bytes();
-  for (const auto& [part, kind, slot] : {std::tuple("dflash", DrafterKind::kDFlash, &c.dflash), std::tuple("dspark", DrafterKind::kDSpark, &c.dspark)}) {
+  for (const auto& [part, kind, slot] :
+       {std::tuple("dflash", DrafterKind::kDFlash, &c.dflash), std::tuple("dspark", DrafterKind::kDSpark, &c.dspark)}) {
     const std::string sub = in(folder, part), draft_config = in(sub, "config.json");
     if (!there(draft_config)) continue;
     const DraftConfig d = parse_draft_config(read_text(draft_config, kMaxConfig), draft_config);
     check_drafter_fits(d, target, draft_config);
-    if (d.kind != kind) core::throw_value(fmt::format("{}: architectures: expected the drafter that the folder's name says.", draft_config));
+    if (d.kind != kind)
+      core::throw_value(fmt::format("{}: architectures: expected the drafter that the folder's name says.", draft_config));
     Loader draft_file(in(sub, "model.safetensors"));
     *slot = load_drafter(draft_file, d);
   }

@@ -15,21 +15,21 @@ using Floats = std::vector<float>;
 using cpu::PackedMatrix;
 
 struct KdaWeights {
-  PackedMatrix in;        // [3HD + Rf + Rg + H, d]: q, k, v, f_a, g_a, b
-  PackedMatrix gate;      // [HD, Rf] f_b
-  PackedMatrix out_gate;  // [HD, Rg] g_b
-  PackedMatrix out;       // [d, HD]
-  Floats conv;            // [3HD, 4]: q, k, v
+  PackedMatrix in;                // [3HD + Rf + Rg + H, d]: q, k, v, f_a, g_a, b
+  PackedMatrix gate;              // [HD, Rf] f_b
+  PackedMatrix out_gate;          // [HD, Rg] g_b
+  PackedMatrix out;               // [d, HD]
+  Floats conv;                    // [3HD, 4]: q, k, v
   Floats a_log, dt_bias, o_norm;  // [H], [HD], [D]
 };
 
 struct MlaWeights {
-  PackedMatrix in;                    // [Hm(Dn+Dr) + C+Dr (+ HiDi + Di + Hi of an anchor), d]: q, kv_a, indexer wq_b, wk, weights_proj
-  std::vector<PackedMatrix> key_up;   // per head [C, Dn]: W_uk^T
-  std::vector<PackedMatrix> value_up; // per head [Dv, C]: W_uv
-  PackedMatrix out;                   // [d, Hm Dv]
-  Floats kv_norm;                     // [C]
-  Floats index_norm, index_bias;      // [Di], anchors only
+  PackedMatrix in;                     // [Hm(Dn+Dr) + C+Dr (+ HiDi + Di + Hi of an anchor), d]: q, kv_a, indexer wq_b, wk, weights_proj
+  std::vector<PackedMatrix> key_up;    // per head [C, Dn]: W_uk^T
+  std::vector<PackedMatrix> value_up;  // per head [Dv, C]: W_uv
+  PackedMatrix out;                    // [d, Hm Dv]
+  Floats kv_norm;                      // [C]
+  Floats index_norm, index_bias;       // [Di], anchors only
 };
 
 struct LayerWeights {
@@ -58,15 +58,15 @@ struct DraftLayerWeights {
 
 struct DraftWeights {
   DraftConfig config;
-  PackedMatrix fc;     // [d, features d]
+  PackedMatrix fc;  // [d, features d]
   Floats hidden_norm, norm;
   std::vector<DraftLayerWeights> layers;
   std::vector<std::uint16_t> kv_weight;  // bfloat16 [L, 2 kv_heads D, d], K rows then V rows: what draft_kv reads
   Floats k_norms;                        // [L, D]
   // DSpark
-  Floats markov_embed;        // [V, r]
-  PackedMatrix markov_proj;   // [V, r]
-  Floats confidence;          // [d + r]
+  Floats markov_embed;       // [V, r]
+  PackedMatrix markov_proj;  // [V, r]
+  Floats confidence;         // [d + r]
   float confidence_bias = 0;
 };
 

@@ -22,8 +22,8 @@ double seconds_since(std::chrono::steady_clock::time_point begin) {
 struct Request {
   const std::vector<int>* prompt = nullptr;
   std::uint64_t key = 0;
-  int limit = 0;   // tokens that may be emitted
-  int last = 0;    // the last emitted token, in no state yet
+  int limit = 0;  // tokens that may be emitted
+  int last = 0;   // the last emitted token, in no state yet
   bool done = false;
 };
 
@@ -55,16 +55,16 @@ class Run {
   std::optional<Target> target_;
   std::optional<AutoPolicy> auto_;
   /// Features of committed tokens that a drafter was not given: it gets them when it is asked again.
-  std::vector<std::vector<Floats>> pending_;        // [drafters][requests]
-  std::vector<float> lagged_;               // [requests, G] confidences of each request's step before, -1 unknown
+  std::vector<std::vector<Floats>> pending_;  // [drafters][requests]
+  std::vector<float> lagged_;                 // [requests, G] confidences of each request's step before, -1 unknown
   Proposals proposals_;
   std::vector<double> probabilities_;
-  std::vector<int> emitted_;  // of one step of one request
+  std::vector<int> emitted_;           // of one step of one request
   std::vector<std::vector<int>> out_;  // [active] tokens that this step emits
   std::int64_t steps_ = 0, forced_steps_ = 0, plain_steps_ = 0;
-  Report::DraftKv dropped_;                         // written by drafters that auto has dropped
-  std::vector<std::string> names_;                  // [drafters]
-  std::vector<std::int64_t> speculative_steps_;     // [drafters]
+  Report::DraftKv dropped_;                      // written by drafters that auto has dropped
+  std::vector<std::string> names_;               // [drafters]
+  std::vector<std::int64_t> speculative_steps_;  // [drafters]
   Report report_;
 };
 
@@ -120,7 +120,8 @@ int Run::choose(float* logits, const Request& request, int position) {
   if (options_.temperature <= 0) return argmax(logits, config_.vocab);
   probabilities_.resize(at(config_.vocab));
   probabilities(logits, config_.vocab, options_.temperature, probabilities_.data());
-  return inverse_cdf(probabilities_.data(), config_.vocab, uniform(options_.seed, request.key, static_cast<std::uint64_t>(position), Draw::kToken));
+  return inverse_cdf(probabilities_.data(), config_.vocab,
+                     uniform(options_.seed, request.key, static_cast<std::uint64_t>(position), Draw::kToken));
 }
 
 int Run::emit(int r, const int* tokens, int count) {
@@ -132,8 +133,10 @@ int Run::emit(int r, const int* tokens, int count) {
     const int token = tokens[taken++];
     report.tokens.push_back(token);
     request.last = token;
-    if (token == config_.eos) report.finish = "eos";
-    else if (token < 256) bytes += static_cast<char>(token);
+    if (token == config_.eos)
+      report.finish = "eos";
+    else if (token < 256)
+      bytes += static_cast<char>(token);
     if (token != config_.eos && static_cast<int>(report.tokens.size()) == request.limit)
       report.finish = request.limit == options_.max_new_tokens ? "length" : "context";
     request.done = !report.finish.empty();
@@ -223,8 +226,7 @@ std::vector<int> Run::accept(const std::vector<int>& active, const Window& w, co
   }
   std::vector<int> accepted(lens.begin(), lens.end());
   out_.assign(at(b), {});
-  for (std::int64_t i = 0; i < b; ++i)
-    out_[at(i)].assign(out.begin() + i * W, out.begin() + i * W + accepted[at(i)]);
+  for (std::int64_t i = 0; i < b; ++i) out_[at(i)].assign(out.begin() + i * W, out.begin() + i * W + accepted[at(i)]);
   return accepted;
 }
 
@@ -277,7 +279,8 @@ void Run::catch_up(std::size_t drafter) {
   for (int r = 0; r < static_cast<int>(requests_.size()); ++r) {
     Floats& pending = pending_[drafter][at(r)];
     const int rows = static_cast<int>(pending.size()) / width;
-    if (rows && !requests_[at(r)].done) drafters_[drafter]->materialize({{r}, {rows}, {drafters_[drafter]->known(r)}}, pending.data(), {rows});
+    if (rows && !requests_[at(r)].done)
+      drafters_[drafter]->materialize({{r}, {rows}, {drafters_[drafter]->known(r)}}, pending.data(), {rows});
     pending.clear();
   }
 }
@@ -296,7 +299,9 @@ void Run::step() {
     w.slots.push_back(r);
     w.starts.push_back(target_->n_of(r));
     // A step cannot commit more tokens than may still be emitted, so no more rows are verified (and none beyond the context).
-    w.lens.push_back(drafter >= 0 ? std::min(drafters_[at(drafter)]->proposals() + 1, requests_[at(r)].limit - static_cast<int>(report_.requests[at(r)].tokens.size())) : 1);
+    w.lens.push_back(drafter >= 0 ? std::min(drafters_[at(drafter)]->proposals() + 1,
+                                             requests_[at(r)].limit - static_cast<int>(report_.requests[at(r)].tokens.size()))
+                                  : 1);
   }
   if (*std::max_element(w.lens.begin(), w.lens.end()) == 1) drafter = -1;  // nothing to propose
   double draft_seconds = 0;
@@ -327,8 +332,10 @@ void Run::step() {
   ++(drafter >= 0 ? speculative_steps_[at(drafter)] : plain_steps_);
   if (!auto_ || run_.drafter) return;
   const double seconds = seconds_since(begin);
-  if (drafter >= 0) auto_->speculative_step(draft_seconds, seconds - draft_seconds, w.lens, accepted);
-  else auto_->plain_step(static_cast<int>(active.size()), seconds);
+  if (drafter >= 0)
+    auto_->speculative_step(draft_seconds, seconds - draft_seconds, w.lens, accepted);
+  else
+    auto_->plain_step(static_cast<int>(active.size()), seconds);
   for (std::size_t d = 0; d < drafters_.size(); ++d)
     if (drafters_[d] && !auto_->alive(static_cast<int>(d))) {
       dropped_.tokens_materialized += drafters_[d]->stats().tokens_materialized;
@@ -364,7 +371,8 @@ Report Run::finish() {
   report_.tokens_per_second = report_.decode_seconds > 0 ? static_cast<double>(report_.committed_tokens) / report_.decode_seconds : 0.0;
   const SparseStats& sparse = target_->sparse_stats();
   report_.hisparse = {sparse.hits, sparse.misses, sparse.host_bytes_copied, 0.0, options_.hot_slots, config_.top_k};
-  if (sparse.hits + sparse.misses > 0) report_.hisparse.hit_rate = static_cast<double>(sparse.hits) / static_cast<double>(sparse.hits + sparse.misses);
+  if (sparse.hits + sparse.misses > 0)
+    report_.hisparse.hit_rate = static_cast<double>(sparse.hits) / static_cast<double>(sparse.hits + sparse.misses);
   const KdaBytes kda = target_->kda_bytes();
   report_.kda = {kda.state, kda.ring, kda.snapshots_avoided};
   report_.draft_kv = dropped_;

@@ -38,10 +38,14 @@ void rotate(float* x, const float* table, std::int64_t rotary) {
 }  // namespace
 
 Drafter::Drafter(const DraftWeights& weights, const TargetWeights& target, int requests, int context)
-    : weights_(weights), config_(weights.config), target_(target),
+    : weights_(weights),
+      config_(weights.config),
+      target_(target),
       projection_(TensorView(const_cast<std::uint16_t*>(weights.kv_weight.data()), DType::kBFloat16,
                              {config_.layers, 2 * std::int64_t{config_.kv_heads} * config_.head_dim, config_.hidden})),
-      eps_(at(config_.layers), config_.rms_eps), pages_(at(requests)), known_(at(requests), 0) {
+      eps_(at(config_.layers), config_.rms_eps),
+      pages_(at(requests)),
+      known_(at(requests), 0) {
   const std::int64_t positions = context + config_.block, half = config_.rotary_dim / 2;
   rope_.resize(at(positions * 2 * half));
   for (std::int64_t i = 0; i < half; ++i) {
@@ -108,7 +112,8 @@ void Drafter::materialize(const Window& w, const float* features, const std::vec
   p.projection = projection_;
   p.k_norm_weight = TensorView(const_cast<float*>(weights_.k_norms.data()), DType::kFloat32, {L, D});
   p.eps = TensorView(eps_.data(), DType::kFloat32, {L});
-  p.cos_sin_cache = TensorView(rope_.data(), DType::kFloat32, {static_cast<std::int64_t>(rope_.size()) / config_.rotary_dim, config_.rotary_dim});
+  p.cos_sin_cache =
+      TensorView(rope_.data(), DType::kFloat32, {static_cast<std::int64_t>(rope_.size()) / config_.rotary_dim, config_.rotary_dim});
   p.positions = TensorView(positions.data(), DType::kInt32, {rows});
   p.slot_mapping = TensorView(slots.data(), DType::kInt64, {rows});
   p.k_pool = {&k, 1};
@@ -154,7 +159,8 @@ void Drafter::attention(std::span<const DraftRequest> requests, int layer, const
 
 void Drafter::propose(std::span<const DraftRequest> requests, const ProposalRule& rule, Proposals& out) {
   const std::int64_t b = static_cast<std::int64_t>(requests.size()), B = config_.block, M = b * B, d = config_.hidden, D = config_.head_dim,
-                     heads = config_.heads, kv = config_.kv_heads, F = config_.intermediate, width = (heads + 2 * kv) * D, G = proposals(), V = config_.vocab;
+                     heads = config_.heads, kv = config_.kv_heads, F = config_.intermediate, width = (heads + 2 * kv) * D, G = proposals(),
+                     V = config_.vocab;
   for (const DraftRequest& r : requests)
     if (known(r.request) != r.n) throw Error(ErrorKind::kInternal, "internal error: a draft without its context");
   float *x = room(x_, M * d), *h = room(h_, M * d), *qkv = room(qkv_, M * width), *mixed = room(mixed_, M * heads * D);

@@ -25,10 +25,10 @@ struct ProposalRule {
 };
 
 struct DraftRequest {
-  int request = 0;            // row of the tables
-  int last_token = 0;         // the last emitted one, in no state yet
-  int n = 0;                  // committed tokens
-  std::uint64_t key = 0;      // what `uniform` calls the request
+  int request = 0;        // row of the tables
+  int last_token = 0;     // the last emitted one, in no state yet
+  int n = 0;              // committed tokens
+  std::uint64_t key = 0;  // what `uniform` calls the request
 };
 
 struct Proposals {
@@ -60,7 +60,9 @@ class Drafter {
   std::uint64_t digest(int request) const;
   /// For tests: bfloat16 [kv_heads, D] of a known position.
   const std::uint16_t* key(int layer, int request, int position) const { return k_pool_.data() + values_before(layer, request, position); }
-  const std::uint16_t* value(int layer, int request, int position) const { return v_pool_.data() + values_before(layer, request, position); }
+  const std::uint16_t* value(int layer, int request, int position) const {
+    return v_pool_.data() + values_before(layer, request, position);
+  }
 
  private:
   std::int64_t pool_row(int request, int position) const;
@@ -73,10 +75,10 @@ class Drafter {
   const DraftConfig& config_;
   const TargetWeights& target_;
   draft_kv::KvProjection projection_;
-  Floats eps_, rope_;                                // [L], [context + block, R]
-  std::vector<std::uint16_t> k_pool_, v_pool_;       // bfloat16 [L, rows, kv_heads, D]; page 0 takes what belongs nowhere
+  Floats eps_, rope_;                           // [L], [context + block, R]
+  std::vector<std::uint16_t> k_pool_, v_pool_;  // bfloat16 [L, rows, kv_heads, D]; page 0 takes what belongs nowhere
   std::int64_t pool_rows_ = 0;
-  std::vector<std::vector<std::int64_t>> pages_;     // [requests]: page of each 16 positions
+  std::vector<std::vector<std::int64_t>> pages_;  // [requests]: page of each 16 positions
   std::vector<std::int64_t> free_pages_;
   std::vector<int> known_;
   DraftStats stats_;

@@ -34,9 +34,10 @@ Report Engine::generate(const std::vector<std::string>& prompts, const GenerateO
   require(!prompts.empty(), "prompts", "at least one", "none");
   require(options.max_new_tokens >= 1, "max_new_tokens", "1 or more", std::to_string(options.max_new_tokens));
   require(options.chunk >= 1, "chunk", "1 or more", std::to_string(options.chunk));
-  require(options.hot_slots >= config.top_k && options.hot_slots <= 1 << 20, "hot_slots", fmt::format("{} (index_topk) to {}", config.top_k, 1 << 20),
-          std::to_string(options.hot_slots));
-  require(options.temperature >= 0 && std::isfinite(options.temperature), "temperature", "0 (greedy) or a positive number", fmt::format("{}", options.temperature));
+  require(options.hot_slots >= config.top_k && options.hot_slots <= 1 << 20, "hot_slots",
+          fmt::format("{} (index_topk) to {}", config.top_k, 1 << 20), std::to_string(options.hot_slots));
+  require(options.temperature >= 0 && std::isfinite(options.temperature), "temperature", "0 (greedy) or a positive number",
+          fmt::format("{}", options.temperature));
   require(options.force_accept >= 0, "force_accept", "0 (off) or more", std::to_string(options.force_accept));
   require(!options.sampled_proposals || options.temperature > 0, "sampled_proposals", "a temperature above 0", "greedy decoding");
   require(!options.sampled_proposals || !(options.check_lossless || options.force_accept), "sampled_proposals",
@@ -47,7 +48,8 @@ Report Engine::generate(const std::vector<std::string>& prompts, const GenerateO
   for (std::size_t i = 0; i < prompts.size(); ++i) {
     // Compare before converting: a prompt may be far larger than any context.
     require(prompts[i].size() + 2 <= static_cast<std::size_t>(config.max_length), fmt::format("prompt {}", i + 1).c_str(),
-            fmt::format("at most {} bytes (the model's context of {} positions holds BOS, the prompt and one token)", config.max_length - 2, config.max_length),
+            fmt::format("at most {} bytes (the model's context of {} positions holds BOS, the prompt and one token)", config.max_length - 2,
+                        config.max_length),
             std::to_string(prompts[i].size()));
     tokens.push_back(tokens_of(prompts[i], config));
   }

@@ -34,9 +34,7 @@ using DU16 = hn::Rebind<std::uint16_t, D>;
 
 HWY_INLINE std::int64_t lanes() { return static_cast<std::int64_t>(hn::Lanes(D())); }
 
-HWY_INLINE V load_bf16(const std::uint16_t* p) {
-  return hn::BitCast(D(), hn::ShiftLeft<16>(hn::PromoteTo(DU32(), hn::LoadU(DU16(), p))));
-}
+HWY_INLINE V load_bf16(const std::uint16_t* p) { return hn::BitCast(D(), hn::ShiftLeft<16>(hn::PromoteTo(DU32(), hn::LoadU(DU16(), p)))); }
 
 HWY_INLINE float sum_of(V v) { return hn::GetLane(hn::SumOfLanes(D(), v)); }
 
@@ -79,9 +77,10 @@ HWY_INLINE void score_blocks(const std::uint16_t* keys, std::int64_t dim, const 
 }
 
 void index_scores_of(const std::uint16_t* keys, std::int64_t n, std::int64_t dim, const float* q, const float* weights, std::int64_t heads,
-                 float* scores) {
+                     float* scores) {
   std::int64_t blocks = (n + kKeyBlock - 1) / kKeyBlock;
-  for (; blocks >= 4; blocks -= 4, keys += 4 * dim * kKeyBlock, scores += 4 * kKeyBlock) score_blocks<4>(keys, dim, q, weights, heads, scores);
+  for (; blocks >= 4; blocks -= 4, keys += 4 * dim * kKeyBlock, scores += 4 * kKeyBlock)
+    score_blocks<4>(keys, dim, q, weights, heads, scores);
   for (; blocks > 0; --blocks, keys += dim * kKeyBlock, scores += kKeyBlock) score_blocks<1>(keys, dim, q, weights, heads, scores);
 }
 
@@ -120,13 +119,13 @@ HWY_INLINE void widen(const std::uint16_t* x, std::int64_t n, float* out) {
 }
 
 void latent_attention_of(const std::uint16_t* const* rows, std::int64_t n, std::int64_t width, std::int64_t value_width, const float* q,
-                     std::int64_t heads, float* out, float* scratch) {
+                         std::int64_t heads, float* out, float* scratch) {
   const D tag;
   const std::int64_t pitch = padded(width);
-  float* kv = scratch;                // [n][pitch]
-  float* query = kv + n * pitch;      // [pitch]
-  float* score = query + pitch;       // [padded(n)]
-  float* value = score + padded(n);   // [pitch]
+  float* kv = scratch;               // [n][pitch]
+  float* query = kv + n * pitch;     // [pitch]
+  float* score = query + pitch;      // [padded(n)]
+  float* value = score + padded(n);  // [pitch]
   for (std::int64_t p = 0; p < n; ++p) {
     widen(rows[p], width, kv + p * pitch);
     for (std::int64_t i = width; i < pitch; ++i) kv[p * pitch + i] = 0.0f;
@@ -166,8 +165,8 @@ HWY_INLINE void block_scores(const float* q, std::int64_t q_stride, const float*
 
 /// out[i] += sum of weights[i][p] v[p], p rising from the first key that any of the queries sees; a key unseen has weight 0.
 template <int kQueries>
-HWY_INLINE void block_values(const float* weights, std::int64_t pitch, const float* v, std::int64_t n, std::int64_t dim, const float* inverse,
-                             float* out, std::int64_t out_stride) {
+HWY_INLINE void block_values(const float* weights, std::int64_t pitch, const float* v, std::int64_t n, std::int64_t dim,
+                             const float* inverse, float* out, std::int64_t out_stride) {
   const D tag;
   const std::int64_t N = lanes(), body = dim / N * N;
   for (std::int64_t c = 0; c < dim; c += N) {
@@ -180,8 +179,10 @@ HWY_INLINE void block_values(const float* weights, std::int64_t pitch, const flo
     }
     for (int i = 0; i < kQueries; ++i) {
       const V y = hn::Mul(acc[i], hn::Set(tag, inverse[i]));
-      if (c < body) hn::StoreU(y, tag, out + i * out_stride + c);
-      else store_tail(y, out + i * out_stride + c, dim - body);
+      if (c < body)
+        hn::StoreU(y, tag, out + i * out_stride + c);
+      else
+        store_tail(y, out + i * out_stride + c, dim - body);
     }
   }
 }

@@ -22,7 +22,8 @@ constexpr int kShift = 20;
 
 }  // namespace
 
-std::int64_t select_top_k(const float* scores, std::int64_t n, std::int64_t k, std::int32_t* positions, std::vector<std::uint64_t>& candidates) {
+std::int64_t select_top_k(const float* scores, std::int64_t n, std::int64_t k, std::int32_t* positions,
+                          std::vector<std::uint64_t>& candidates) {
   if (n <= k) {
     std::iota(positions, positions + n, 0);
     return n;

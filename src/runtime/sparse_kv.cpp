@@ -20,7 +20,12 @@ std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
 std::int64_t Window::rows() const { return std::accumulate(lens.begin(), lens.end(), std::int64_t{0}); }
 
 SparseKv::SparseKv(const TargetConfig& config, int requests, int hot_slots, int window, int context)
-    : config_(config), requests_(requests), hot_(hot_slots), tail_(2 * window), context_(context), top_k_(config.top_k),
+    : config_(config),
+      requests_(requests),
+      hot_(hot_slots),
+      tail_(2 * window),
+      context_(context),
+      top_k_(config.top_k),
       row_(config.kv_lora_rank + config.rope_dim) {
   const std::int64_t pages = requests_ * ((context_ + kHostPage - 1) / kHostPage), columns = hot_ + tail_;
   for (std::int64_t p = pages - 1; p >= 0; --p) free_pages_.push_back(p);
@@ -92,7 +97,8 @@ void SparseKv::finish_prefill(int request, int n) {
   for (int p = 0; p < n; ++p) {
     const std::int64_t place = host_place(request, p);
     for (Layer& l : layers_)
-      if (!l.staging.empty()) std::memcpy(l.host.data() + place * row_, l.staging[at(request)].data() + std::int64_t{p} * row_, at(row_) * 2);
+      if (!l.staging.empty())
+        std::memcpy(l.host.data() + place * row_, l.staging[at(request)].data() + std::int64_t{p} * row_, at(row_) * 2);
   }
   for (Layer& l : layers_)
     if (!l.staging.empty()) std::vector<std::uint16_t>().swap(l.staging[at(request)]);

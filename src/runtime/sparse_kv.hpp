@@ -20,8 +20,8 @@
 namespace specstate::runtime {
 
 struct SparseStats {
-  std::int64_t hits = 0, misses = 0;        // distinct positions of each swap
-  std::int64_t host_bytes_copied = 0;       // host -> device, all layers
+  std::int64_t hits = 0, misses = 0;   // distinct positions of each swap
+  std::int64_t host_bytes_copied = 0;  // host -> device, all layers
 };
 
 /// The rows of one step: request `slots[b]` verifies `lens[b]` tokens at positions starts[b], starts[b] + 1, ...
@@ -67,13 +67,13 @@ class SparseKv {
     std::vector<std::vector<std::uint16_t>> staging;  // [requests]
   };
   struct Round {
-    std::vector<int> rows;                  // numbers of window rows
+    std::vector<int> rows;  // numbers of window rows
     int requests = 0, steps = 0;
-    std::vector<std::int64_t> place;        // of each row: its entry in locs, in units of top_k
-    std::vector<std::int32_t> tokens, locs; // [requests, steps, top_k]
-    std::vector<std::int32_t> seq_lens;     // [requests, steps]
-    std::vector<std::int32_t> slots;        // [requests]
-    std::vector<std::int64_t> miss_src;     // [requests, steps * top_k]
+    std::vector<std::int64_t> place;         // of each row: its entry in locs, in units of top_k
+    std::vector<std::int32_t> tokens, locs;  // [requests, steps, top_k]
+    std::vector<std::int32_t> seq_lens;      // [requests, steps]
+    std::vector<std::int32_t> slots;         // [requests]
+    std::vector<std::int64_t> miss_src;      // [requests, steps * top_k]
     std::vector<std::int32_t> miss_dst, miss_count;
   };
   /// An anchor with its followers: one selection, one residency.
@@ -85,18 +85,16 @@ class SparseKv {
   };
   hisparse::KvBuffers buffers(int l);
   std::uint16_t* device_row(int l, std::int64_t loc) { return layers_[static_cast<std::size_t>(l)].device.data() + loc * row_; }
-  std::int64_t tail_loc(int request, int position) const {
-    return std::int64_t{request} * (hot_ + tail_) + hot_ + position % tail_;
-  }
+  std::int64_t tail_loc(int request, int position) const { return std::int64_t{request} * (hot_ + tail_) + hot_ + position % tail_; }
   std::int64_t host_place(int request, int position);
   void set_tail_token(int request, int position, std::int32_t token);
 
   const TargetConfig& config_;
   int requests_, hot_, tail_, context_, top_k_, row_;
-  std::vector<Layer> layers_;                 // [model layers], empty for KDA
-  std::vector<std::size_t> group_of_;         // [model layers]
+  std::vector<Layer> layers_;          // [model layers], empty for KDA
+  std::vector<std::size_t> group_of_;  // [model layers]
   std::vector<Group> groups_;
-  std::vector<std::int64_t> host_locs_;       // [requests, context]
+  std::vector<std::int64_t> host_locs_;  // [requests, context]
   std::vector<std::int64_t> free_pages_;
   Window window_;
   SparseStats stats_;

@@ -72,15 +72,35 @@ void write_target(const std::string& folder, const SyntheticShape& s, std::uint6
     (is_mla(s, i) ? full_layers : kda_layers).push_back(i + 1);
     if (is_anchor(s, i)) anchors.push_back(i);
   }
-  save_json(folder + "/config.json",
-            {{"architectures", {"KimiLinearForCausalLM"}}, {"vocab_size", 264}, {"hidden_size", s.hidden}, {"intermediate_size", s.intermediate},
-             {"num_hidden_layers", s.layers}, {"num_attention_heads", s.mla_heads}, {"kv_lora_rank", s.kv_lora_rank},
-             {"qk_nope_head_dim", s.nope_dim}, {"qk_rope_head_dim", s.rope_dim}, {"v_head_dim", s.v_dim}, {"mla_use_nope", true},
-             {"q_lora_rank", nullptr}, {"rms_norm_eps", 1e-5}, {"hidden_act", "silu"}, {"tie_word_embeddings", false},
-             {"model_max_length", s.max_length}, {"bos_token_id", 256}, {"eos_token_id", 257},
-             {"linear_attn_config", {{"num_heads", s.kda_heads}, {"head_dim", s.kda_dim}, {"short_conv_kernel_size", 4}, {"gate_lower_bound", -5.0},
-                                     {"kda_layers", kda_layers}, {"full_attn_layers", full_layers}}},
-             {"index_n_heads", s.index_heads}, {"index_head_dim", s.index_dim}, {"index_topk", s.top_k}, {"index_anchor_layers", anchors}});
+  save_json(folder + "/config.json", {{"architectures", {"KimiLinearForCausalLM"}},
+                                      {"vocab_size", 264},
+                                      {"hidden_size", s.hidden},
+                                      {"intermediate_size", s.intermediate},
+                                      {"num_hidden_layers", s.layers},
+                                      {"num_attention_heads", s.mla_heads},
+                                      {"kv_lora_rank", s.kv_lora_rank},
+                                      {"qk_nope_head_dim", s.nope_dim},
+                                      {"qk_rope_head_dim", s.rope_dim},
+                                      {"v_head_dim", s.v_dim},
+                                      {"mla_use_nope", true},
+                                      {"q_lora_rank", nullptr},
+                                      {"rms_norm_eps", 1e-5},
+                                      {"hidden_act", "silu"},
+                                      {"tie_word_embeddings", false},
+                                      {"model_max_length", s.max_length},
+                                      {"bos_token_id", 256},
+                                      {"eos_token_id", 257},
+                                      {"linear_attn_config",
+                                       {{"num_heads", s.kda_heads},
+                                        {"head_dim", s.kda_dim},
+                                        {"short_conv_kernel_size", 4},
+                                        {"gate_lower_bound", -5.0},
+                                        {"kda_layers", kda_layers},
+                                        {"full_attn_layers", full_layers}}},
+                                      {"index_n_heads", s.index_heads},
+                                      {"index_head_dim", s.index_dim},
+                                      {"index_topk", s.top_k},
+                                      {"index_anchor_layers", anchors}});
   Writer w(seed);
   const int d = s.hidden, channels = s.kda_heads * s.kda_dim, rank = std::max(4, channels / 8);
   w.bf16("model.embed_tokens.weight", {264, d}, 0, 1);
@@ -129,11 +149,23 @@ void write_drafter(const std::string& folder, const SyntheticShape& s, bool dspa
   std::filesystem::create_directories(folder);
   const int d = s.hidden, q = s.draft_heads * s.draft_head_dim, kv = s.draft_head_dim, gamma = s.block - 1;
   const std::vector<int> features = s.feature_layers.empty() ? std::vector<int>{0, s.layers - 1} : s.feature_layers;
-  Json c{{"architectures", {dspark ? "DSparkDraftModel" : "DFlashDraftModel"}}, {"hidden_size", d}, {"num_hidden_layers", s.draft_layers},
-         {"num_attention_heads", s.draft_heads}, {"num_key_value_heads", 1}, {"head_dim", s.draft_head_dim}, {"intermediate_size", s.draft_intermediate},
-         {"rms_norm_eps", 1e-6}, {"rope_theta", 10000.0}, {"partial_rotary_factor", s.partial_rotary}, {"max_position_embeddings", s.max_length},
-         {"vocab_size", 264}, {"sliding_window", s.window}, {"is_causal", false}, {"block_size", dspark ? gamma : s.block},
-         {"num_target_layers", s.layers}, {"dflash_config", {{"target_layer_ids", features}, {"mask_token_id", 258}}}};
+  Json c{{"architectures", {dspark ? "DSparkDraftModel" : "DFlashDraftModel"}},
+         {"hidden_size", d},
+         {"num_hidden_layers", s.draft_layers},
+         {"num_attention_heads", s.draft_heads},
+         {"num_key_value_heads", 1},
+         {"head_dim", s.draft_head_dim},
+         {"intermediate_size", s.draft_intermediate},
+         {"rms_norm_eps", 1e-6},
+         {"rope_theta", 10000.0},
+         {"partial_rotary_factor", s.partial_rotary},
+         {"max_position_embeddings", s.max_length},
+         {"vocab_size", 264},
+         {"sliding_window", s.window},
+         {"is_causal", false},
+         {"block_size", dspark ? gamma : s.block},
+         {"num_target_layers", s.layers},
+         {"dflash_config", {{"target_layer_ids", features}, {"mask_token_id", 258}}}};
   for (int i = 0; i < s.draft_layers; ++i) c["layer_types"].push_back(i == 0 ? "sliding_attention" : "full_attention");
   if (dspark) {
     c["markov_rank"] = s.markov_rank;

@@ -41,8 +41,13 @@ TensorView heads_view(const float* data, std::int64_t rows, std::int64_t stride,
 }  // namespace
 
 Target::Target(const TargetWeights& weights, const TargetLimits& limits, std::vector<int> features)
-    : weights_(weights), config_(weights.config), limits_(limits), feature_layers_(std::move(features)), n_(at(limits.requests), 0),
-      kda_(at(config_.layers)), keys_(at(config_.layers)),
+    : weights_(weights),
+      config_(weights.config),
+      limits_(limits),
+      feature_layers_(std::move(features)),
+      n_(at(limits.requests), 0),
+      kda_(at(config_.layers)),
+      keys_(at(config_.layers)),
       sparse_(config_, limits.requests, limits.hot_slots, limits.window, limits.context) {
   const std::int64_t R = limits_.requests, H = config_.kda_heads, D = config_.kda_dim, W = limits_.window;
   for (int l = 0; l < config_.layers; ++l) {
@@ -138,8 +143,10 @@ void Target::layers(const Window& w, std::span<const int> tokens, bool prefill, 
   for (int l = 0; l < config_.layers; ++l) {
     const LayerWeights& layer = weights_.layers[at(l)];
     for (std::int64_t r = 0; r < rows; ++r) cpu::rms_norm(x + r * d, layer.input_norm.data(), config_.rms_eps, h + r * d, d);
-    if (layer.kda) kda(l, w, in_place);
-    else mla(l, w, prefill);
+    if (layer.kda)
+      kda(l, w, in_place);
+    else
+      mla(l, w, prefill);
     for (std::int64_t r = 0; r < rows; ++r) cpu::rms_norm(x + r * d, layer.post_norm.data(), config_.rms_eps, h + r * d, d);
     cpu::matmul(layer.gate_up, h, d, rows, wide, 2 * F);
     for (std::int64_t r = 0; r < rows; ++r) cpu::swiglu(wide + r * 2 * F, wide + r * 2 * F + F, act + r * F, F);
@@ -282,8 +289,10 @@ void Target::mla(int l, const Window& w, bool prefill) {
       std::copy_n(kv + C, Dr, row.begin() + C);
       cpu::to_bfloat16(row.data(), stored.data(), width);
       const auto* bits = reinterpret_cast<const std::uint16_t*>(stored.data());
-      if (prefill) sparse_.stage(l, w.slots[b], bits);
-      else sparse_.write(l, w.slots[b], w.starts[b] + i, bits);
+      if (prefill)
+        sparse_.stage(l, w.slots[b], bits);
+      else
+        sparse_.write(l, w.slots[b], w.starts[b] + i, bits);
     }
 
   const float scale = 1.0f / std::sqrt(static_cast<float>(Dn + Dr));

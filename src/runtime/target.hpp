@@ -58,15 +58,15 @@ class Target {
 
   // For tests: the state itself.
   const SparseKv& sparse() const { return sparse_; }
-  const float* kda_state(int l, int request) const;         // [H, D, D]
+  const float* kda_state(int l, int request) const;           // [H, D, D]
   const float* conv_window(int l, int i, int request) const;  // [HD, 3] of q, k or v
 
  private:
   struct KdaState {
-    Floats state;                     // [requests, H, D, D]
-    Floats conv[3];                   // of q, k, v: [requests, HD, 3]
-    Floats rawv, rawk, gate, beta;    // rings [requests, H, window, D], beta [requests, H, window]
-    Floats windows[3];                // of q, k, v: [requests, window, HD, 3]
+    Floats state;                   // [requests, H, D, D]
+    Floats conv[3];                 // of q, k, v: [requests, HD, 3]
+    Floats rawv, rawk, gate, beta;  // rings [requests, H, window, D], beta [requests, H, window]
+    Floats windows[3];              // of q, k, v: [requests, window, HD, 3]
   };
   void layers(const Window& w, std::span<const int> tokens, bool prefill, bool in_place);
   void kda(int l, const Window& w, bool in_place);
@@ -81,15 +81,15 @@ class Target {
   TargetLimits limits_;
   std::vector<int> feature_layers_;
   std::vector<int> n_;
-  std::vector<KdaState> kda_;                             // [layers], empty for MLA
+  std::vector<KdaState> kda_;                                  // [layers], empty for MLA
   std::vector<std::vector<std::vector<std::uint16_t>>> keys_;  // [layers][requests]: blocks of 16 positions, see index_scores
   SparseKv sparse_;
-  Window window_;      // of the last decode or verify
+  Window window_;  // of the last decode or verify
   bool verified_ = false;
 
   // Activations of a forward, [rows, ...].
   Floats x_, h_, proj_, gate_, out_gate_, mixed_, query_, latent_, mlp_, act_, logits_, features_, final_;
-  std::vector<std::int32_t> selected_, counts_;           // of the last anchor: [rows, top_k], [rows]
+  std::vector<std::int32_t> selected_, counts_;  // of the last anchor: [rows, top_k], [rows]
 };
 
 }  // namespace specstate::runtime

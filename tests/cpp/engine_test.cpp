@@ -2,6 +2,7 @@
 // the rows reside, however the prompt is cut and whoever shares the batch.
 #include <gtest/gtest.h>
 #include <rapidcheck/gtest.h>
+#include <unistd.h>
 
 #include <cmath>
 #include <cstdint>
@@ -13,7 +14,6 @@
 #include <numeric>
 #include <random>
 #include <sstream>
-#include <unistd.h>
 #include <string>
 
 #include "core/numeric.hpp"
@@ -66,7 +66,8 @@ struct Cleanup : ::testing::Environment {
 };
 const auto* const kCleanup = ::testing::AddGlobalTestEnvironment(new Cleanup);
 
-const std::vector<std::string> kPrompts = {"In the beginning", "x", "And it came to pass in those days, that there went out a decree from Caesar Augustus"};
+const std::vector<std::string> kPrompts = {"In the beginning", "x",
+                                           "And it came to pass in those days, that there went out a decree from Caesar Augustus"};
 
 GenerateOptions options_of(Mode mode, double temperature = 0) {
   GenerateOptions o;
@@ -97,10 +98,12 @@ TEST(Engine, SpeculationIsLosslessAtEveryAcceptedLength) {
         GenerateOptions o = options_of(mode, temperature);
         o.force_accept = force;
         const Report r = engine.generate(kPrompts, o);
-        const std::string what = std::string(name_of(mode)) + ", forced " + std::to_string(force) + ", temperature " + std::to_string(temperature);
+        const std::string what =
+            std::string(name_of(mode)) + ", forced " + std::to_string(force) + ", temperature " + std::to_string(temperature);
         expect_same(plain, r, what);
         // Forcing really forces: all steps but the last ones of a request commit exactly so many.
-        if (force > 0) EXPECT_GE(r.accepted_lengths[static_cast<std::size_t>(force)], r.steps - 2 * static_cast<std::int64_t>(kPrompts.size())) << what;
+        if (force > 0)
+          EXPECT_GE(r.accepted_lengths[static_cast<std::size_t>(force)], r.steps - 2 * static_cast<std::int64_t>(kPrompts.size())) << what;
       }
   }
 }
@@ -182,9 +185,15 @@ TEST(Engine, TheContextEndsARun) {
       o.force_accept = force;
       expect_same(plain, engine.generate({prompt}, o), "context");
     }
-  EXPECT_EQ(engine.generate({std::string(static_cast<std::size_t>(engine.context() - 2), 'q')}, options_of(Mode::kDFlash)).requests[0].tokens.size(), 1u);
-  EXPECT_EQ(text_of([&] { engine.generate({"a", std::string(static_cast<std::size_t>(engine.context() - 1), 'q')}); }),
-            "generate: prompt 2: expected at most 510 bytes (the model's context of 512 positions holds BOS, the prompt and one token), got 511.");
+  EXPECT_EQ(engine.generate({std::string(static_cast<std::size_t>(engine.context() - 2), 'q')}, options_of(Mode::kDFlash))
+                .requests[0]
+                .tokens.size(),
+            1u);
+  EXPECT_EQ(text_of([&] {
+              engine.generate({"a", std::string(static_cast<std::size_t>(engine.context() - 1), 'q')});
+            }),
+            "generate: prompt 2: expected at most 510 bytes (the model's context of 512 positions holds BOS, the prompt and one token), "
+            "got 511.");
 }
 
 std::string slurp(const std::string& path) {
@@ -198,7 +207,8 @@ void spill(const std::string& path, const std::string& text) { std::ofstream(pat
 // EOS at each place of a run, by naming a byte that the model emits there the end of the sequence.
 TEST(Engine, EosEndsARunAtAnyPlace) {
   const std::string folder = folder_of("eos");
-  std::filesystem::copy(model_folder(), folder, std::filesystem::copy_options::recursive | std::filesystem::copy_options::overwrite_existing);
+  std::filesystem::copy(model_folder(), folder,
+                        std::filesystem::copy_options::recursive | std::filesystem::copy_options::overwrite_existing);
   const std::string config = slurp(model_folder() + "/config.json");
   const auto name_end = [&](int token) {
     std::string changed = config;
@@ -209,7 +219,9 @@ TEST(Engine, EosEndsARunAtAnyPlace) {
   const std::vector<int> tokens = Engine(folder).generate({kPrompts[2]}, options_of(Mode::kPlain, 1.0)).requests[0].tokens;
   int tried = 0;
   for (std::size_t i = 0; i < 10; ++i) {
-    if (std::find(tokens.begin(), tokens.begin() + static_cast<std::ptrdiff_t>(i), tokens[i]) != tokens.begin() + static_cast<std::ptrdiff_t>(i)) continue;
+    if (std::find(tokens.begin(), tokens.begin() + static_cast<std::ptrdiff_t>(i), tokens[i]) !=
+        tokens.begin() + static_cast<std::ptrdiff_t>(i))
+      continue;
     ++tried;
     name_end(tokens[i]);
     Engine engine(folder);
@@ -331,7 +343,8 @@ TEST(Engine, OptionsAreChecked) {
   EXPECT_EQ(refused([](auto& o) { o.hot_slots = 7; }), "generate: hot_slots: expected 8 (index_topk) to 1048576, got 7.");
   EXPECT_EQ(refused([](auto& o) { o.chunk = 0; }), "generate: chunk: expected 1 or more, got 0.");
   EXPECT_EQ(refused([](auto& o) { o.temperature = -1; }), "generate: temperature: expected 0 (greedy) or a positive number, got -1.");
-  EXPECT_EQ(refused([](auto& o) { o.sampled_proposals = true; }), "generate: sampled_proposals: expected a temperature above 0, got greedy decoding.");
+  EXPECT_EQ(refused([](auto& o) { o.sampled_proposals = true; }),
+            "generate: sampled_proposals: expected a temperature above 0, got greedy decoding.");
 }
 
 TEST(Engine, DamagedModelsAreRefused) {
@@ -345,15 +358,16 @@ TEST(Engine, DamagedModelsAreRefused) {
   EXPECT_EQ(refusal([] {}), "");
   EXPECT_EQ(refusal([&] { std::filesystem::remove(folder + "/config.json"); }),
             folder + ": expected a model folder with config.json and model.safetensors, found no config.json.");
-  EXPECT_NE(refusal([&] { std::filesystem::resize_file(folder + "/model.safetensors", 20000); }).find("is the file truncated"), std::string::npos);
-  EXPECT_NE(refusal([&] { std::filesystem::resize_file(folder + "/dspark/model.safetensors", 4); }).find("/dspark/model.safetensors: expected at least 8 bytes"),
+  EXPECT_NE(refusal([&] { std::filesystem::resize_file(folder + "/model.safetensors", 20000); }).find("is the file truncated"),
+            std::string::npos);
+  EXPECT_NE(refusal([&] {
+              std::filesystem::resize_file(folder + "/dspark/model.safetensors", 4);
+            }).find("/dspark/model.safetensors: expected at least 8 bytes"),
             std::string::npos);
   // A configuration that asks for other sizes than the file holds: the tensor is named, and nothing of that size is allocated.
   std::string config = slurp(model_folder() + "/config.json");
   config.replace(config.find("\"hidden_size\": 32"), 17, "\"hidden_size\": 1000000");
-  EXPECT_EQ(refusal([&] {
-              spill(folder + "/config.json", config);
-            }),
+  EXPECT_EQ(refusal([&] { spill(folder + "/config.json", config); }),
             folder + "/model.safetensors: tensor 'model.embed_tokens.weight': expected bfloat16 [264, 1000000], got bfloat16 [264, 32].");
   std::filesystem::remove_all(folder);
   std::filesystem::copy(model_folder(), folder, std::filesystem::copy_options::recursive);
@@ -361,7 +375,8 @@ TEST(Engine, DamagedModelsAreRefused) {
   Engine engine(folder);
   EXPECT_FALSE(engine.has(Mode::kDFlash));
   EXPECT_TRUE(engine.has(Mode::kDSpark));
-  EXPECT_EQ(text_of([&] { engine.generate({"a"}, options_of(Mode::kDFlash)); }), "generate: mode: expected a drafter that the model folder has, got dflash.");
+  EXPECT_EQ(text_of([&] { engine.generate({"a"}, options_of(Mode::kDFlash)); }),
+            "generate: mode: expected a drafter that the model folder has, got dflash.");
 }
 
 // After every step of a random history of windows, proposals and accepted lengths, the committed state of a batch is bit for bit that of
@@ -469,8 +484,10 @@ TEST(Engine, RejectionSamplingKeepsTheDistribution) {
     ++cells;
   };
   for (const auto& [token, n] : counts) {
-    if (n.first + n.second >= 20) add(n.first, n.second);
-    else rest_a += n.first, rest_b += n.second;
+    if (n.first + n.second >= 20)
+      add(n.first, n.second);
+    else
+      rest_a += n.first, rest_b += n.second;
   }
   if (rest_a + rest_b > 0) add(rest_a, rest_b);
   ASSERT_GE(cells, 3);
@@ -485,7 +502,8 @@ RC_GTEST_PROP(Select, EqualsASort, ()) {
   for (float& s : scores) s = static_cast<float>(*rc::gen::inRange(-kinds, kinds)) * 0.37f;  // ties on purpose
   std::vector<int> order(n);
   std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return scores[static_cast<std::size_t>(a)] > scores[static_cast<std::size_t>(b)]; });
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int a, int b) { return scores[static_cast<std::size_t>(a)] > scores[static_cast<std::size_t>(b)]; });
   order.resize(std::min<std::size_t>(n, static_cast<std::size_t>(k)));
   std::sort(order.begin(), order.end());
   std::vector<std::int32_t> got(n, -7);
@@ -515,7 +533,8 @@ TEST(Kernels, IndexScoresEqualTheFormula) {
   for (const int n : {1, 15, 16, 17, 64, 65, 131})
     for (const int dim : {1, 8, 33}) {
       const int heads = 3;
-      const auto q = normals(static_cast<std::size_t>(heads * dim), 1), weights = normals(heads, 2), values = normals(static_cast<std::size_t>(n * dim), 3);
+      const auto q = normals(static_cast<std::size_t>(heads * dim), 1), weights = normals(heads, 2),
+                 values = normals(static_cast<std::size_t>(n * dim), 3);
       const int blocks = (n + 15) / 16;
       std::vector<std::uint16_t> keys(static_cast<std::size_t>(blocks * 16 * dim), 0x7FC0);
       std::vector<float> scores(static_cast<std::size_t>(blocks * 16), NAN);
@@ -545,19 +564,24 @@ TEST(Kernels, LatentAttentionEqualsTheFormula) {
       for (std::size_t i = 0; i < rows.size(); ++i) rows[i] = core::from_float<core::bfloat16>(flat[i]).bits;
       std::vector<const std::uint16_t*> pointers;
       for (int p = 0; p < n; ++p) pointers.push_back(rows.data() + p * width);
-      std::vector<float> out(static_cast<std::size_t>(heads * values), NAN), scratch(static_cast<std::size_t>(latent_scratch(n, width)), NAN);
+      std::vector<float> out(static_cast<std::size_t>(heads * values), NAN),
+          scratch(static_cast<std::size_t>(latent_scratch(n, width)), NAN);
       latent_attention(pointers.data(), n, width, values, q.data(), heads, out.data(), scratch.data());
       for (int h = 0; h < heads; ++h) {
         std::vector<double> weight(static_cast<std::size_t>(n));
         double sum = 0;
         for (int p = 0; p < n; ++p) {
           double s = 0;
-          for (int i = 0; i < width; ++i) s += double{q[static_cast<std::size_t>(h * width + i)]} * core::to_float(core::bfloat16{rows[static_cast<std::size_t>(p * width + i)]});
+          for (int i = 0; i < width; ++i)
+            s += double{q[static_cast<std::size_t>(h * width + i)]} *
+                 core::to_float(core::bfloat16{rows[static_cast<std::size_t>(p * width + i)]});
           sum += weight[static_cast<std::size_t>(p)] = std::exp(s);
         }
         for (int i = 0; i < values; ++i) {
           double want = 0;
-          for (int p = 0; p < n; ++p) want += weight[static_cast<std::size_t>(p)] / sum * core::to_float(core::bfloat16{rows[static_cast<std::size_t>(p * width + i)]});
+          for (int p = 0; p < n; ++p)
+            want +=
+                weight[static_cast<std::size_t>(p)] / sum * core::to_float(core::bfloat16{rows[static_cast<std::size_t>(p * width + i)]});
           EXPECT_NEAR(out[static_cast<std::size_t>(h * values + i)], want, 2e-5);
         }
       }
@@ -568,11 +592,13 @@ TEST(Kernels, BlockAttentionEqualsTheFormula) {
   for (const int n : {4, 21, 70})
     for (const int dim : {3, 16, 40}) {
       const int nq = 11;  // a group of eight and three by themselves
-      const auto q = normals(static_cast<std::size_t>(nq * dim), 7), k = normals(static_cast<std::size_t>(n * dim), 8), v = normals(static_cast<std::size_t>(n * dim), 9);
+      const auto q = normals(static_cast<std::size_t>(nq * dim), 7), k = normals(static_cast<std::size_t>(n * dim), 8),
+                 v = normals(static_cast<std::size_t>(n * dim), 9);
       const std::vector<std::int64_t> first{0, 1, 2, 3, 0, 0, 1, 1, 2, 3, 0};
       std::vector<float> blocks(static_cast<std::size_t>((n + 15) / 16 * 16 * dim), NAN);
       for (int p = 0; p < n; ++p)
-        for (int c = 0; c < dim; ++c) blocks[static_cast<std::size_t>((p / 16 * dim + c) * 16 + p % 16)] = k[static_cast<std::size_t>(p * dim + c)];
+        for (int c = 0; c < dim; ++c)
+          blocks[static_cast<std::size_t>((p / 16 * dim + c) * 16 + p % 16)] = k[static_cast<std::size_t>(p * dim + c)];
       std::vector<float> out(static_cast<std::size_t>(nq * dim), NAN), scratch(static_cast<std::size_t>(block_scratch(nq, n)), NAN);
       block_attention(q.data(), dim, nq, blocks.data(), v.data(), n, first.data(), dim, out.data(), dim, scratch.data());
       for (int i = 0; i < nq; ++i) {
@@ -584,7 +610,8 @@ TEST(Kernels, BlockAttentionEqualsTheFormula) {
           sum += std::exp(s);
           for (int c = 0; c < dim; ++c) want[static_cast<std::size_t>(c)] += std::exp(s) * v[static_cast<std::size_t>(p * dim + c)];
         }
-        for (int c = 0; c < dim; ++c) EXPECT_NEAR(out[static_cast<std::size_t>(i * dim + c)], want[static_cast<std::size_t>(c)] / sum, 2e-5);
+        for (int c = 0; c < dim; ++c)
+          EXPECT_NEAR(out[static_cast<std::size_t>(i * dim + c)], want[static_cast<std::size_t>(c)] / sum, 2e-5);
       }
     }
 }

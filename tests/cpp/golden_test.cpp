@@ -96,7 +96,8 @@ TEST(GoldenTarget, LogitsHiddenAndState) {
     // One unit in the last place of the largest value.
     expect_near(rows.data(), g.floats("rows." + std::to_string(l)), 8e-3, "rows " + std::to_string(l));
   }
-  for (const int l : {0, 6}) expect_near(t.kda_state(l, 0), g.floats("state." + std::to_string(l)), kTolerance, "state " + std::to_string(l));
+  for (const int l : {0, 6})
+    expect_near(t.kda_state(l, 0), g.floats("state." + std::to_string(l)), kTolerance, "state " + std::to_string(l));
   for (const int l : {0, 1, 2, 4, 5, 6}) {
     const int channels = c.kda_heads * c.kda_dim;
     std::vector<float> window;

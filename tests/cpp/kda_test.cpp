@@ -1,4 +1,6 @@
 // KDA: random calls. What must hold bit for bit: against one head at a time, other executors, other instruction sets.
+#include "specstate/kda.hpp"
+
 #include <gtest/gtest.h>
 #include <rapidcheck.h>
 #include <rapidcheck/gtest.h>
@@ -14,7 +16,6 @@
 #include "kda/layout.hpp"
 #include "specstate/error.hpp"
 #include "specstate/executor.hpp"
-#include "specstate/kda.hpp"
 
 using namespace specstate;
 using namespace specstate::kda;
@@ -35,9 +36,16 @@ struct Case {
   std::int64_t hv() const { return H * G; }
   std::int64_t gates() const { return scalar_gate ? 1 : K; }
 
-  Case(unsigned seed, std::int64_t h, std::int64_t group, std::int64_t key, std::int64_t value, std::vector<int> lens, bool scalar, bool safe_gate,
-       bool with_norm)
-      : H(h), G(group), K(key), V(value), pool(static_cast<std::int64_t>(lens.size()) + 2), scalar_gate(scalar), safe(safe_gate), norm(with_norm) {
+  Case(unsigned seed, std::int64_t h, std::int64_t group, std::int64_t key, std::int64_t value, std::vector<int> lens, bool scalar,
+       bool safe_gate, bool with_norm)
+      : H(h),
+        G(group),
+        K(key),
+        V(value),
+        pool(static_cast<std::int64_t>(lens.size()) + 2),
+        scalar_gate(scalar),
+        safe(safe_gate),
+        norm(with_norm) {
     std::mt19937 rng(seed);
     std::normal_distribution<float> normal;
     const auto fill = [&](std::vector<float>& x, std::int64_t n, float scale = 1) {
@@ -97,7 +105,8 @@ struct Case {
   std::vector<float> run() {
     verify(verify_params());
     std::vector<float> all;
-    for (const auto* x : {&out, &rawv, &rawk, &ring_g, &ring_beta, &snapshots, &conv_q, &conv_k, &conv_v}) all.insert(all.end(), x->begin(), x->end());
+    for (const auto* x : {&out, &rawv, &rawk, &ring_g, &ring_beta, &snapshots, &conv_q, &conv_k, &conv_v})
+      all.insert(all.end(), x->begin(), x->end());
     std::vector<float> folded = state;
     std::vector<std::int32_t> accept;
     for (std::int64_t r = 0; r < requests(); ++r) accept.push_back(cu[static_cast<std::size_t>(r + 1)] - cu[static_cast<std::size_t>(r)]);
@@ -251,8 +260,10 @@ TEST(Kda, ACudaCallOfThisBuildIsRefusedWithoutTouchingMemory) {
   const Device cuda{DeviceType::kCuda, 0};
   auto* nowhere = reinterpret_cast<float*>(std::uintptr_t{4096});
   f.state = {nowhere, DType::kFloat32, {2, 1, 64, 64}, cuda};
-  f.rings = {{nowhere, DType::kBFloat16, {2, 1, 4, 64}, cuda}, {nowhere, DType::kBFloat16, {2, 1, 4, 64}, cuda},
-             {nowhere, DType::kFloat32, {2, 1, 4, 64}, cuda}, {nowhere, DType::kFloat32, {2, 1, 4}, cuda}};
+  f.rings = {{nowhere, DType::kBFloat16, {2, 1, 4, 64}, cuda},
+             {nowhere, DType::kBFloat16, {2, 1, 4, 64}, cuda},
+             {nowhere, DType::kFloat32, {2, 1, 4, 64}, cuda},
+             {nowhere, DType::kFloat32, {2, 1, 4}, cuda}};
   f.rings.rawv.data = nowhere + (1 << 20), f.rings.rawk.data = nowhere + (2 << 20), f.rings.g.data = nowhere + (3 << 20);
   f.rings.beta.data = nowhere + (4 << 20);
   f.slots = {nowhere, DType::kInt32, {1}, cuda}, f.accept = {nowhere, DType::kInt32, {1}, cuda};

@@ -15,7 +15,7 @@ import names  # noqa: E402
 import style  # noqa: E402
 import tree  # noqa: E402
 
-RULES = [layers.check, names.check, headers.check, tree.local_paths, tree.version, docs.check, docs.environment, tree.pointers, tree.rooms]
+RULES = [layers.check, names.check, headers.check, tree.local_paths, tree.version, docs.check, docs.environment, tree.pointers, tree.rooms, style.check]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.__module__}-{rule.__name__}")
