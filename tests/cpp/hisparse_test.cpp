@@ -173,6 +173,11 @@ void run_world(unsigned seed, int calls) {
       for (i64 s = 0; s < S; ++s) lens[at(b * S + s)] = pick(1, w.L);
     for (i64 b = 0; b < B; ++b)
       if (w.P > 0 && rng() % 2) w.set_tail(ids[at(b)], pick(0, w.P - 1), static_cast<i32>(pick(-1, w.L)));
+    if (w.R > 0 && rng() % 3 == 0) {  // the caller empties a slot; its stamp and hint stay
+      const i64 r = pick(0, w.R - 1), s = pick(0, w.H - 1);
+      w.token[at(r)][at(s)] = -1;
+      w.state.slot_tokens.as<i32>()[r * (w.H + w.P) + s] = -1;
+    }
     const i64 focus = pick(1, w.L);  // a working set, so that there are hits
     for (auto& t : tokens) t = static_cast<i32>(rng() % 10 == 0 ? pick(-3, w.L + 3) : pick(0, focus));
     std::vector<i64> src(at((B + pad) * S * K), -7);
