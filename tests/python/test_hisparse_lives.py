@@ -1,6 +1,7 @@
 """Stateful property test: hypothesis drives a Coordinator through admissions, prefills, verifies, acceptances and ends, and a plain
 dictionary of bytes says what every answer must be."""
 
+import hisparse as oracle
 import hypothesis.strategies as st
 import numpy as np
 from hypothesis import HealthCheck, settings
@@ -192,3 +193,31 @@ class Lives(RuleBasedStateMachine):
 
 TestLives = Lives.TestCase
 TestLives.settings = settings(max_examples=120, stateful_step_count=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+def test_a_life_in_dsv4_pages():
+    """Prefill, verify, acceptance and swap where rows are two records of a page."""
+    rng = np.random.default_rng(0)
+    host = rng.integers(0, 256, (2, oracle.DSV4_PAGE_BYTES), dtype=np.uint8)
+    device = rng.integers(0, 256, (1, oracle.DSV4_PAGE_BYTES), dtype=np.uint8)
+    padding = oracle.dsv4_padding(host), oracle.dsv4_padding(device)
+    c = hisparse.Coordinator([host], [device], requests=2, hot=8, window=2, context=60, page_size=5, layout="dsv4")
+    rows = list(rng.integers(0, 256, (30, oracle.DSV4_ITEM_BYTES), dtype=np.uint8))
+    c.admit(1, 30)
+    c.stage(0, 1, 0, np.stack(rows))
+    c.append(1, 30)
+    for accepted in (2, 0, 1, 2):
+        c.prepare_verify([1], [2])
+        for j, row in enumerate(rng.integers(0, 256, (2, oracle.DSV4_ITEM_BYTES), dtype=np.uint8)):
+            c.write(0, 1, j, row)
+            rows.append(row)
+        n = len(rows)
+        tokens = np.array([[n - 1, n - 2, 0, 17, 29]], np.int32)
+        out = c.swap(0, tokens, np.array([n]), np.array([1]))
+        np.testing.assert_array_equal(oracle.dsv4_rows(device)[out[0]], [rows[t] for t in tokens[0]])
+        c.accept([1], [accepted])
+        del rows[n - 2 + accepted :]
+        for p, row in enumerate(rows):
+            np.testing.assert_array_equal(oracle.dsv4_read(host, c.host_row(1, p)), row)
+    for was, now in zip(padding, (host, device)):
+        np.testing.assert_array_equal(was, oracle.dsv4_padding(now))
