@@ -35,6 +35,11 @@ def check(root):
                 found.append(f"{relative}: link to {link}, which is not there")
             elif anchor and target.suffix == ".md" and anchor not in anchors(text(target) or ""):
                 found.append(f"{relative}: link to {link}, which has no such heading")
+    numbers = {}
+    for path in sorted((root / "docs" / "decisions").glob("*.md")):
+        other = numbers.setdefault(path.name[:4], path.name)
+        if other != path.name:
+            found.append(f"docs/decisions/{path.name}: has the number of {other}")
     return found
 
 
