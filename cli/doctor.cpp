@@ -63,7 +63,7 @@ int run_doctor(const DoctorOptions& options) {
     line("GPU", "no GPU: " + cuda.problem);
     missing.push_back("a GPU: " + cuda.problem + " (the CPU backend needs none)");
   } else if (!core::cuda_built()) {
-    missing.push_back("CUDA kernels in this build: configure with -DSPECSTATE_CUDA=ON");
+    missing.push_back("CUDA kernels: this version has the CPU backend only");
   }
 
   const std::string model = options.model.empty() ? runtime::find_embedded_model() : options.model;

@@ -12,6 +12,7 @@ import concurrent.futures
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -42,7 +43,9 @@ def read_junit(path, result):
         if case.find("failure") is not None or case.find("error") is not None:
             result.failed += 1
         elif skipped is not None:
-            result.skips.append((case.get("classname", "") + "." + case.get("name", ""), skipped.get("message") or skipped.text or ""))
+            message = skipped.get("message") or skipped.text or ""
+            message = re.sub(r"^\S+:\d+\n", "", message)  # GoogleTest puts the place in front
+            result.skips.append((case.get("classname", "") + "." + case.get("name", ""), message))
         elif case.get("status") == "notrun":  # a DISABLED_ GoogleTest
             result.skips.append((case.get("classname", "") + "." + case.get("name", ""), "disabled"))
         else:

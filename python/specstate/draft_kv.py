@@ -1,5 +1,8 @@
 """Draft KV: keys and values of a block drafter, computed from the target's features, straight into a paged pool.
 
+All layers in one product and one pass is the idea of sglang's fused KV materialization (DFlash, Z-Lab 2026). Sizes: T tokens, L draft
+layers, N KV heads of D (K) and Dv (V) channels, P rows and R channels of the rotary table.
+
 `stream=` is a CUDA stream (an int, or an object with `cuda_stream`, `ptr` or `__cuda_stream__`), by default the framework's current
 one; CPU calls ignore it.
 """
@@ -12,8 +15,8 @@ from ._stream import stream_handle
 class KvProjection:
     """The K and V projection of all layers, packed once: pass it to `materialize_into_pool` in place of `kv_weight`.
 
-    kv_weight [L, 2*KV, hidden] float32, bfloat16 or float16, K rows then V rows; kv_bias [L, 2*KV] or None. A copy: after the
-    weights change, make a new one. Calls give the same bits with it and with the plain weights.
+    kv_weight [L, N*D + N*Dv, hidden] float32, bfloat16 or float16, a layer's K rows (head-major) before its V rows; kv_bias
+    [L, N*D + N*Dv] or None. A copy: after the weights change, make a new one. Calls give the same bits with it and with the plain weights.
     """
 
     def __init__(self, kv_weight, kv_bias=None):
@@ -54,7 +57,7 @@ def materialize_into_pool(
     """Features to keys and values of all draft layers, in one pass into a paged pool. Returns None.
 
     ctx_hidden [T, hidden] float32, bfloat16 or float16.
-    kv_weight [L, 2*KV, hidden] (a layer's K rows, head-major, then its V rows), or a `KvProjection`; kv_bias [L, 2*KV].
+    kv_weight [L, N*D + N*Dv, hidden] (a layer's K rows, head-major, then its V rows), or a `KvProjection`; kv_bias [L, N*D + N*Dv].
     k_norm_weight [L, D]; eps [L] float32.
     cos_sin_cache [P, R], or [L, P, R] for a table a layer: R/2 cosines, then R/2 sines; R even, at most D.
     positions [T] int32 or int64: rows of cos_sin_cache.
@@ -62,7 +65,7 @@ def materialize_into_pool(
     commit_lens [b] int32 or int64 in 0..W, with slot_mapping [b, W]: row (r, j) is written iff j < commit_lens[r]. Rows that are
     not written cost nothing and need no valid position.
     k_pool, v_pool: [L, slots, N, D], or a list of L arrays [slots, N, D], any strides; float32, bfloat16, float16,
-    float8_e4m3fn, or uint8 holding float8_e4m3fn codes. V may have another width than K.
+    float8_e4m3fn, or uint8 holding float8_e4m3fn codes; v_pool with Dv.
     k_scale, v_scale: a number, 0-d or [L]; an fp8 pool holds value / scale, saturated at +-448. Only 1 for other pools.
     is_neox_style: rotary pairs (i, i + R/2), else (2i, 2i + 1). round_after_norm: K is rounded between norm and rotary too.
 

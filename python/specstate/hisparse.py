@@ -3,7 +3,7 @@
 The library's own operations (`swap_in`, `swap_in_single`, `replay_plan`, `transfer_paged`) and, under sglang's names and
 signatures (0.5.23), the calls that work inside sglang's own state tensors. Words used below: B batch rows, R request slots,
 S steps, K top-k, H hot slots, P tail slots, L positions a request can have, Nh host rows, Nd device rows. A "token" is a position
-inside its request, a "loc" a row of a pool. On the CPU backend host and device buffers are both CPU memory.
+inside its request, a "loc" a row of a pool. Idea and state are those of HiSparse (sglang, LMSYS 2026-04-10). On the CPU backend host and device buffers are both CPU memory.
 
 host_cache [Nh, ...] and device_buffer [Nd, ...] hold rows of the same number of bytes, of any dtype; host_cache_v and device_buffer_v
 are a second pair, moved by the same plan. `layout` says how rows lie: "linear", or "dsv4" for pages of 64 rows in 37440 bytes; under

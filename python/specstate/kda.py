@@ -7,7 +7,8 @@ rings into the state, ``rollback_conv_windows`` commits the convolution's window
 Sizes: N requests, T tokens of all requests, H key heads, HV value heads (a multiple of H), K and V channels of a head (64 or 128),
 L ring length, C = H*K or HV*V convolution channels. "act" is bfloat16 or float32, one for a whole call. On the CPU everything is
 deterministic bit for bit: ring output equals snapshot output, ``fold(accept=n)`` equals snapshot ``n-1``, a verify of W tokens
-equals W decodes, and a request's result does not depend on the others in the call. `out=` is where the output goes;
+equals W decodes, and a request's result does not depend on the others in the call. Sources: Kimi Delta Attention (arXiv:2510.26692),
+Gated DeltaNet (arXiv:2412.06464), for the rings the ReplaySSM scheme of sglang. `out=` is where the output goes;
 `stream=` is a CUDA stream (an int, or an object with `cuda_stream`, `ptr` or `__cuda_stream__`), by default the framework's current
 one; CPU calls ignore it.
 """

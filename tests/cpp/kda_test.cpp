@@ -205,7 +205,7 @@ RC_GTEST_PROP(Kda, AChainWrittenAsATreeIsTheChain, ()) {
 // Sums run in 16 lanes whatever the vector width, so instruction sets with a fused multiply-add agree to the bit.
 TEST(Kda, InstructionSetsAgree) {
   const std::int64_t have = hwy::SupportedTargets();
-  if (!(have & HWY_AVX2)) GTEST_SKIP() << "one instruction set only";
+  if (!(have & HWY_AVX2)) GTEST_SKIP() << "needs-isa: AVX2";
   const auto results = [](std::int64_t disabled) {
     hwy::DisableTargets(disabled);
     Case a(7, 2, 2, 128, 64, {3, 20, 1}, false, false, true), b(8, 1, 1, 64, 128, {5, 1}, true, true, false);

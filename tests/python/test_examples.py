@@ -28,12 +28,16 @@ def test_speculative_step(arrays):
     assert run(sys.executable, ROOT / "examples" / "speculative_step.py", "--arrays", arrays)[0] == STEP
 
 
-def test_cpp(tmp_path):
-    source = ROOT / "examples" / "cpp" / "speculative_step.cpp"
-    program = tmp_path / "step"
+SPARSE = ["12 rows selected, 3 copied from the host, all right; 22 positions committed"]
+
+
+@pytest.mark.parametrize("name, printed", [("speculative_step", STEP), ("sparse_step", SPARSE)])
+def test_cpp(name, printed, tmp_path):
+    source = ROOT / "examples" / "cpp" / f"{name}.cpp"
+    program = tmp_path / name
     run("c++", "-std=c++20", "-Wall", "-Wextra", "-Werror", "-I", ROOT / "include", "-I", BUILD / "include", source, "-o", program,
         "-L", BUILD / "lib", "-lspecstate", f"-Wl,-rpath,{BUILD / 'lib'}")  # fmt: skip
-    assert run(program)[0] == STEP
+    assert run(program)[0] == printed
 
 
 def test_sglang(tmp_path):

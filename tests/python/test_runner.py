@@ -1,0 +1,50 @@
+"""tools/run_tests.py: what it counts, and which skips it refuses."""
+
+import importlib.util
+import os
+import pathlib
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+spec = importlib.util.spec_from_file_location("run_tests", ROOT / "tools" / "run_tests.py")
+run_tests = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(run_tests)
+
+
+def report(*cases):
+    return "<testsuites><testsuite>" + "".join(f'<testcase classname="A" name="t{i}">{c}</testcase>' for i, c in enumerate(cases)) + "</testsuite></testsuites>"
+
+
+def result_of(tmp_path, text, status=0, timeout=60):
+    """What the runner makes of a process that writes `text` as its report and ends with `status`."""
+    (tmp_path / "text").write_text(text)
+    code = f"import shutil, sys; shutil.copy({str(tmp_path / 'text')!r}, sys.argv[1]); sys.exit({status})"
+    return run_tests.run_one("cpp/x", [sys.executable, "-c", code, "{report}"], tmp_path, timeout, dict(os.environ))
+
+
+GOOGLETEST_SKIP = '<skipped message="/src/tests/cpp/kda_test.cpp:208&#x0A;needs-isa: AVX2"><![CDATA[..]]></skipped>'
+
+
+def test_counts(tmp_path):
+    result = result_of(tmp_path, report("", '<failure message="x"/>', GOOGLETEST_SKIP, '<skipped message="needs-torch: no torch"/>'), 1)
+    assert (result.passed, result.failed) == (1, 1)
+    assert result.skips == [("A.t2", "needs-isa: AVX2"), ("A.t3", "needs-torch: no torch")]
+    assert run_tests.refused_skips([result], {"needs-isa": 1, "needs-torch": 1}) == []
+
+
+@pytest.mark.parametrize("message", ["", "later", "needs-models: gone"])
+def test_a_skip_without_a_reason_that_is_allowed_is_refused(tmp_path, message):
+    result = result_of(tmp_path, report("", f'<skipped message="{message}"/>'))
+    assert len(run_tests.refused_skips([result], run_tests.SKIP_LIMITS)) == 1
+
+
+@pytest.mark.parametrize("text, status", [(report(""), 1), (report(), 0), ("<testsuites>", 0)])
+def test_a_crash_no_test_and_a_broken_report_are_failures(tmp_path, text, status):
+    assert result_of(tmp_path, text, status).failed == 1
+
+
+def test_a_time_out_is_a_failure(tmp_path):
+    result = run_tests.run_one("cpp/x", [sys.executable, "-c", "import time; time.sleep(60)"], tmp_path, 1, dict(os.environ))
+    assert result.failed == 1 and "limit of 1 s" in result.log.read_text()
