@@ -80,8 +80,8 @@ TEST(Threads, MatrixProduct) {
     for (const std::int64_t rows : {1, 5, 19}) {
       const std::int64_t n = 3000, k = 257;
       const Tensor w = floats(dtype, {n, k}, 1), x = floats(DType::kFloat32, {rows, k}, 2);
-      const cpu::PackedMatrix packed(w.view.data, n, k, dtype);
       same_bytes_at_any_thread_count([&] {
+        const cpu::PackedMatrix packed(w.view.data, n, k, dtype);  // packing is parallel, too
         Tensor y = zeros(DType::kFloat32, {rows, n});
         cpu::matmul(packed, x.view.as<float>(), k, rows, y.view.as<float>(), n);
         return y.memory;
@@ -228,9 +228,9 @@ TEST(Threads, AcceptanceRejects) {
 TEST(Threads, EngineGenerates) {
   const std::filesystem::path folder = std::filesystem::temp_directory_path() / ("specstate_threads_" + std::to_string(::getpid()));
   runtime::write_synthetic_checkpoint(folder.string(), runtime::SyntheticShape{}, 3);
-  runtime::Engine engine(folder.string());
   for (const runtime::Mode mode : {runtime::Mode::kPlain, runtime::Mode::kDFlash, runtime::Mode::kDSpark})
     same_bytes_at_any_thread_count([&] {
+      runtime::Engine engine(folder.string());
       runtime::GenerateOptions options;
       options.mode = mode;
       options.max_new_tokens = 12;
