@@ -2,6 +2,7 @@
 // (row, layer, head) is then normed, rotated and stored where it belongs. What lives between is one tile of float32.
 #include <algorithm>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "cpu/parallel.hpp"
@@ -96,6 +97,27 @@ void write(const LayerPool& pool, DType dtype, std::int64_t slot, std::int64_t h
 
 DType stored_type(DType pool) { return pool == DType::kUInt8 ? DType::kFloat8E4M3FN : pool; }
 
+/// Floats that stay with the thread between calls: at most a tile, whatever the number of tokens. Fresh memory for each call costs more
+/// than it seems, since giving it back makes the other threads' cores forget their page tables. Taken out of its place while it is in use: a
+/// thread that waits for others may be given another materialization meanwhile.
+class TileMemory {
+ public:
+  explicit TileMemory(std::int64_t n) : memory_(std::exchange(kept(), {})) {
+    if (static_cast<std::int64_t>(memory_.size()) < n) memory_.resize(n);
+  }
+  ~TileMemory() { kept() = std::move(memory_); }
+  TileMemory(const TileMemory&) = delete;
+  TileMemory& operator=(const TileMemory&) = delete;
+  float* data() { return memory_.data(); }
+
+ private:
+  static std::vector<float>& kept() {
+    thread_local std::vector<float> memory;
+    return memory;
+  }
+  std::vector<float> memory_;
+};
+
 template <class Io>
 void materialize(const MaterializeArgs& x) {
   const auto& packed = *x.projection.get();
@@ -105,22 +127,23 @@ void materialize(const MaterializeArgs& x) {
   const std::int64_t rows = static_cast<std::int64_t>(x.rows.size()), width = packed.columns, columns = x.layers * width;
   // The tile: enough rows to pay for streaming the weights, few enough that it stays in the cache between product and store.
   const std::int64_t tile = std::clamp<std::int64_t>((std::int64_t{1} << 19) / columns, 16, 256);
-  std::vector<float> features(std::min(tile, rows) * packed.hidden), projected(std::min(tile, rows) * columns);
+  TileMemory memory(std::min(tile, rows) * (packed.hidden + columns));
+  float *features = memory.data(), *projected = features + std::min(tile, rows) * packed.hidden;
   for (std::int64_t first = 0; first < rows; first += tile) {
     const std::int64_t n = std::min(tile, rows - first);
     const WrittenRow* row = x.rows.data() + first;
     for (std::int64_t r = 0; r < n; ++r) {
-      float* to = &features[r * packed.hidden];
+      float* to = features + r * packed.hidden;
       load(x.ctx_hidden, row[r].row * x.ctx_hidden.strides[0], x.ctx_hidden.strides[1], packed.hidden, to);
       if (x.ctx_hidden.dtype != nr.io) round_all<Io>(to, packed.hidden);
     }
-    specstate::cpu::matmul(packed.weight, features.data(), packed.hidden, n, projected.data(), columns,
+    specstate::cpu::matmul(packed.weight, features, packed.hidden, n, projected, columns,
                            {.bias = packed.bias.empty() ? nullptr : packed.bias.data()});
     parallel_for(n * x.layers, 1 + kGrain / width, [&](std::int64_t begin, std::int64_t end) {
       std::vector<float> scratch(nr.rotary_dim);
       for (std::int64_t i = begin; i < end; ++i) {
         const std::int64_t r = i / x.layers, l = i % x.layers;
-        float* p = &projected[r * columns];
+        float* p = projected + r * columns;
         round_all<Io>(p + l * width, x.heads * nr.head_dim);
         const float* angles = tables.angles(l, row[r].position, scratch.data());
         for (std::int64_t h = 0; h < x.heads; ++h) {
