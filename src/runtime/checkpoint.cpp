@@ -1,10 +1,13 @@
 #include "runtime/checkpoint.hpp"
 
 #include <fmt/format.h>
+#include <sys/mman.h>
 
+#include <algorithm>
 #include <cstring>
 #include <filesystem>
 #include <initializer_list>
+#include <utility>
 
 #include "core/match.hpp"
 #include "core/numeric.hpp"
@@ -27,7 +30,12 @@ bool there(const std::string& path) {
 /// Reads tensors by name with the shapes that the configuration demands. Nothing is allocated before the file was seen to hold it.
 class Loader {
  public:
-  explicit Loader(const std::string& path) : file_(path) {}
+  Loader(const std::string& path, WeightMemory& memory) : file_(path), memory_(memory) {}
+
+  /// A packed matrix of zeros.
+  PackedMatrix room_for(std::int64_t rows, std::int64_t columns) {
+    return PackedMatrix(rows, columns, DType::kBFloat16, memory_.take(PackedMatrix::bytes(rows, columns, DType::kBFloat16)));
+  }
 
   /// A dense bfloat16 matrix, copied: its place in the file need not be aligned.
   std::vector<std::uint16_t> bf16(const std::string& name, std::int64_t rows, std::int64_t columns) {
@@ -45,7 +53,10 @@ class Loader {
     return static_cast<std::int64_t>(file_.get(name, DType::kBFloat16, shape).size()) / 2 / columns;
   }
   PackedMatrix matrix(const std::string& name, std::int64_t rows, std::int64_t columns) {
-    return PackedMatrix(bf16(name, rows, columns).data(), rows, columns, DType::kBFloat16);
+    const std::vector<std::uint16_t> w = bf16(name, rows, columns);
+    PackedMatrix m = room_for(rows, columns);
+    m.set_rows(0, rows, w.data(), columns);
+    return m;
   }
   struct Part {
     std::string name;
@@ -60,7 +71,7 @@ class Loader {
       values.push_back(p.rows ? bf16(p.name, p.rows, columns) : std::vector<std::uint16_t>{});
       rows += p.rows;
     }
-    PackedMatrix m(rows, columns, DType::kBFloat16);
+    PackedMatrix m = room_for(rows, columns);
     std::int64_t at = 0;
     for (const auto& v : values) {
       const std::int64_t count = static_cast<std::int64_t>(v.size()) / columns;
@@ -95,6 +106,7 @@ class Loader {
 
  private:
   Safetensors file_;
+  WeightMemory& memory_;
   std::int64_t parameters_ = 0, bytes_ = 0;
 };
 
@@ -135,8 +147,10 @@ MlaWeights load_mla(Loader& f, const std::string& name, const TargetConfig& c, b
   const std::vector<std::uint16_t> up = f.bf16(name + "kv_b_proj.weight", heads * (c.nope_dim + c.v_dim), rank);
   for (std::int64_t h = 0; h < heads; ++h) {
     const std::uint16_t* head = up.data() + h * (c.nope_dim + c.v_dim) * rank;
-    w.key_up.emplace_back(rank, c.nope_dim, DType::kBFloat16).set_rows(0, rank, head, 1, rank);
-    w.value_up.emplace_back(c.v_dim, rank, DType::kBFloat16).set_rows(0, c.v_dim, head + c.nope_dim * rank, rank);
+    w.key_up.push_back(f.room_for(rank, c.nope_dim));
+    w.key_up.back().set_rows(0, rank, head, 1, rank);
+    w.value_up.push_back(f.room_for(c.v_dim, rank));
+    w.value_up.back().set_rows(0, c.v_dim, head + c.nope_dim * rank, rank);
   }
   w.out = f.matrix(name + "o_proj.weight", d, heads * c.v_dim);
   w.kv_norm = f.values(name + "kv_a_layernorm.weight", {rank});
@@ -206,13 +220,34 @@ DraftWeights load_drafter(Loader& f, const DraftConfig& c) {
 
 }  // namespace
 
+WeightMemory::~WeightMemory() {
+  for (const Block& b : blocks_) ::munmap(b.address, b.size);
+}
+
+void* WeightMemory::take(std::int64_t bytes) {
+  constexpr std::int64_t kLine = 64, kLargePage = std::int64_t{2} << 20, kBlock = 8 * kLargePage;
+  const std::int64_t need = (bytes + kLine - 1) / kLine * kLine;
+  if (need > left_) {
+    const std::int64_t whole = std::max(kBlock, (need + kLargePage - 1) / kLargePage * kLargePage), size = whole + kLargePage;
+    void* address = ::mmap(nullptr, static_cast<std::size_t>(size), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (address == MAP_FAILED) core::throw_runtime(fmt::format("{} bytes of memory for weights could not be had.", size));
+    blocks_.push_back({address, static_cast<std::size_t>(size)});
+    const std::uintptr_t start = (reinterpret_cast<std::uintptr_t>(address) + kLargePage - 1) / kLargePage * kLargePage;
+    next_ = reinterpret_cast<char*>(start);
+    left_ = whole;
+    ::madvise(next_, static_cast<std::size_t>(whole), MADV_HUGEPAGE);  // a wish: without large pages it is only slower
+  }
+  left_ -= need;
+  return std::exchange(next_, next_ + need);
+}
+
 Checkpoint load_checkpoint(const std::string& folder) {
   const std::string config = in(folder, "config.json");
   if (!there(config))
     core::throw_runtime(fmt::format("{}: expected a model folder with config.json and model.safetensors, found no config.json.", folder));
   Checkpoint c;
   const TargetConfig target = parse_target_config(read_text(config, kMaxConfig), config);
-  Loader file(in(folder, "model.safetensors"));
+  Loader file(in(folder, "model.safetensors"), c.memory);
   c.target = load_target(file, target);
   c.parameters = file.parameters();
   c.weight_bytes = file.bytes();
@@ -224,7 +259,7 @@ Checkpoint load_checkpoint(const std::string& folder) {
     check_drafter_fits(d, target, draft_config);
     if (d.kind != kind)
       core::throw_value(fmt::format("{}: architectures: expected the drafter that the folder's name says.", draft_config));
-    Loader draft_file(in(sub, "model.safetensors"));
+    Loader draft_file(in(sub, "model.safetensors"), c.memory);
     *slot = load_drafter(draft_file, d);
   }
   return c;

@@ -70,7 +70,28 @@ struct DraftWeights {
   float confidence_bias = 0;
 };
 
+/// Where packed weights live: large pages, because a product streams them and waits for address translation otherwise.
+class WeightMemory {
+ public:
+  WeightMemory() = default;
+  WeightMemory(WeightMemory&&) noexcept = default;
+  WeightMemory& operator=(WeightMemory&&) = delete;
+  ~WeightMemory();
+  /// `bytes` bytes, aligned to 64, that live as long as this object.
+  void* take(std::int64_t bytes);
+
+ private:
+  struct Block {
+    void* address;
+    std::size_t size;
+  };
+  std::vector<Block> blocks_;
+  char* next_ = nullptr;
+  std::int64_t left_ = 0;
+};
+
 struct Checkpoint {
+  WeightMemory memory;  // of all packed matrices below
   TargetWeights target;
   std::optional<DraftWeights> dflash, dspark;
   std::int64_t parameters = 0;    // of the target

@@ -126,23 +126,30 @@ void Drafter::materialize(const Window& w, const float* features, const std::vec
 void Drafter::attention(std::span<const DraftRequest> requests, int layer, const float* qkv, std::int64_t stride, float* out) {
   const std::int64_t B = config_.block, D = config_.head_dim, N = config_.kv_heads, group = config_.heads / config_.kv_heads;
   const std::int64_t window = config_.window[at(layer)], qd = config_.heads * D;
-  cpu::parallel_for(static_cast<std::int64_t>(requests.size()) * N, 1, [&](std::int64_t begin, std::int64_t end) {
-    thread_local Floats keys, values, scratch;
-    std::vector<std::int64_t> first(at(B));
+  const std::int64_t items = static_cast<std::int64_t>(requests.size());
+  // Row j at position n + j sees keys at positions > n + j - window: those of the context, then the whole block.
+  const auto oldest = [&](std::int64_t b, std::int64_t j) {
+    return window ? std::max<std::int64_t>(0, requests[at(b)].n + j - window + 1) : std::int64_t{0};
+  };
+  const auto start = [&](std::int64_t b) { return std::min<std::int64_t>(oldest(b, 0), requests[at(b)].n); };
+  // Keys in blocks and values of every request and KV head, one behind the other.
+  std::vector<std::int64_t> totals(at(items)), offsets(at(items * N + 1), 0);
+  for (std::int64_t b = 0; b < items; ++b) {
+    totals[at(b)] = requests[at(b)].n - start(b) + B;
+    for (std::int64_t kv = 0; kv < N; ++kv)
+      offsets[at(b * N + kv + 1)] = offsets[at(b * N + kv)] + (totals[at(b)] + kKeyBlock - 1) / kKeyBlock * kKeyBlock * D;
+  }
+  float *keys = room(keys_, offsets.back()), *values = room(values_, offsets.back());
+  cpu::parallel_for(items * N, 1, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t item = begin; item < end; ++item) {
-      const std::int64_t b = item / N, kv = item % N;
-      const DraftRequest& request = requests[at(b)];
-      // Row j at position n + j sees keys at positions > n + j - window: those of the context, then the whole block.
-      const auto oldest = [&](std::int64_t j) { return window ? std::max<std::int64_t>(0, request.n + j - window + 1) : 0; };
-      const std::int64_t start = std::min<std::int64_t>(oldest(0), request.n), known = request.n - start, total = known + B;
-      for (std::int64_t j = 0; j < B; ++j) first[at(j)] = oldest(j) - start;
-      float *k = room(keys, (total + kKeyBlock - 1) / kKeyBlock * kKeyBlock * D), *v = room(values, total * D);
+      const std::int64_t b = item / N, kv = item % N, known = totals[at(b)] - B;
+      float *k = keys + offsets[at(item)], *v = values + offsets[at(item)];
       const auto key = [&](std::int64_t i) { return k + i / kKeyBlock * D * kKeyBlock + i % kKeyBlock; };  // its channels, kKeyBlock apart
       for (std::int64_t i = 0; i < known; ++i) {
-        const std::int64_t row = ((layer * pool_rows_ + pool_row(request.request, static_cast<int>(start + i))) * N + kv) * D;
+        const std::int64_t row = ((layer * pool_rows_ + pool_row(requests[at(b)].request, static_cast<int>(start(b) + i))) * N + kv) * D;
         float* to = key(i);
         for (std::int64_t c = 0; c < D; ++c) to[c * kKeyBlock] = core::to_float(core::bfloat16{k_pool_[at(row + c)]});
-        for (std::int64_t c = 0; c < D; ++c) v[i * D + c] = core::to_float(core::bfloat16{v_pool_[at(row + c)]});
+        cpu::to_float(reinterpret_cast<const core::bfloat16*>(v_pool_.data() + row), v + i * D, D);
       }
       for (std::int64_t j = 0; j < B; ++j) {
         const float* row = qkv + (b * B + j) * stride + qd;
@@ -150,9 +157,16 @@ void Drafter::attention(std::span<const DraftRequest> requests, int layer, const
         for (std::int64_t c = 0; c < D; ++c) to[c * kKeyBlock] = row[kv * D + c];
         std::copy_n(row + (N + kv) * D, D, v + (known + j) * D);
       }
-      for (std::int64_t h = kv * group; h < (kv + 1) * group; ++h)
-        block_attention(qkv + b * B * stride + h * D, stride, B, k, v, total, first.data(), D, out + b * B * qd + h * D, qd,
-                        room(scratch, block_scratch(B, total)));
+    }
+  });
+  cpu::parallel_for(items * config_.heads, 2, [&](std::int64_t begin, std::int64_t end) {
+    thread_local Floats scratch;
+    std::vector<std::int64_t> first(at(B));
+    for (std::int64_t item = begin; item < end; ++item) {
+      const std::int64_t b = item / config_.heads, h = item % config_.heads, total = totals[at(b)], from = offsets[at(b * N + h / group)];
+      for (std::int64_t j = 0; j < B; ++j) first[at(j)] = oldest(b, j) - start(b);
+      block_attention(qkv + b * B * stride + h * D, stride, B, keys + from, values + from, total, first.data(), D, out + b * B * qd + h * D,
+                      qd, room(scratch, block_scratch(B, total)));
     }
   });
 }

@@ -82,7 +82,7 @@ class Drafter {
   std::vector<std::int64_t> free_pages_;
   std::vector<int> known_;
   DraftStats stats_;
-  Floats x_, h_, qkv_, mixed_, wide_, act_, logits_, ctx_, compact_, bias_;
+  Floats x_, h_, qkv_, mixed_, wide_, act_, logits_, ctx_, compact_, bias_, keys_, values_;
 };
 
 }  // namespace specstate::runtime
