@@ -3,25 +3,17 @@
 
 #include <algorithm>
 #include <cmath>
-#include <functional>
 #include <vector>
 
 #include "core/match.hpp"
 #include "core/numeric.hpp"
+#include "text_of.hpp"
 
 using namespace specstate;
 using namespace specstate::core;
+using specstate::testing::text_of;
 
 namespace {
-
-std::string text_of(const std::function<void()>& f) {
-  try {
-    f();
-  } catch (const Error& e) {
-    return e.what();
-  }
-  return "";
-}
 
 TEST(Numeric, EveryBfloat16AndFloat16RoundTrips) {
   for (std::uint32_t i = 0; i < 65536; ++i) {

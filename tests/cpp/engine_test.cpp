@@ -25,20 +25,13 @@
 #include "runtime/synthetic.hpp"
 #include "specstate/error.hpp"
 #include "specstate/runtime.hpp"
+#include "text_of.hpp"
 
 using namespace specstate;
 using namespace specstate::runtime;
+using specstate::testing::text_of;
 
 namespace {
-
-std::string text_of(const std::function<void()>& f) {
-  try {
-    f();
-  } catch (const Error& e) {
-    return e.what();
-  }
-  return "";
-}
 
 std::string folder_of(const std::string& name) {
   return (std::filesystem::temp_directory_path() / ("specstate_engine_test_" + name + "_" + std::to_string(::getpid()))).string();

@@ -5,26 +5,18 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
-#include <functional>
 #include <string>
 
 #include "runtime/config.hpp"
 #include "runtime/safetensors.hpp"
 #include "specstate/error.hpp"
+#include "text_of.hpp"
 
 using namespace specstate;
 using namespace specstate::runtime;
+using specstate::testing::text_of;
 
 namespace {
-
-std::string text_of(const std::function<void()>& f) {
-  try {
-    f();
-  } catch (const Error& e) {
-    return e.what();
-  }
-  return "";
-}
 
 std::string file_of(const std::string& header, std::size_t data) {
   std::string s(8, '\0');
