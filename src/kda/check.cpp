@@ -56,16 +56,16 @@ void all_or_none(const Checker& check, std::initializer_list<std::pair<const cha
   bool any = false;
   for (const auto& g : given) any = any || g.second;
   for (const auto& g : given)
-    check.require(
-        g.second || !any, g.first,
-        std::string("to be given together with ") + (g.first == given.begin()->first ? (given.end() - 1)->first : given.begin()->first),
-        "none");
+    if (any && !g.second)
+      check.fail(g.first,
+                 std::string("to be given together with ") + (g.first == given.begin()->first ? (given.end() - 1) : given.begin())->first,
+                 "none");
 }
 
 void no_overlap(const Checker& check, const char* name, const TensorView& out,
                 std::initializer_list<std::pair<const char*, const TensorView*>> others) {
-  for (const auto& [other, t] : others)
-    check.require(!core::may_overlap(out, *t), name, "memory of its own", std::string("memory that overlaps ") + other);
+  for (const auto& [other, t] : others)  // the texts only where they are needed: a call has some hundred of these
+    if (core::may_overlap(out, *t)) check.fail(name, "memory of its own", std::string("memory that overlaps ") + other);
 }
 
 /// The recurrent state: dense inside a slot, a slot pitch of whole 16 bytes.
@@ -174,13 +174,14 @@ struct StepCheck {
                 {{"onorm_gate", p.onorm_gate.given()}, {"onorm_weight", p.onorm_weight.given()}, {"onorm_eps", p.onorm_eps.has_value()}});
     check.arg("onorm_gate", gate).dtype(floats).shape({T, HV, V}).same_device().inner_contiguous(1);
     check.arg("onorm_weight", p.onorm_weight).dtype(DType::kFloat32).shape({V}).same_device();
-    if (p.onorm_eps)
-      check.require(std::isfinite(*p.onorm_eps) && *p.onorm_eps >= 0, "onorm_eps", "a finite number >= 0", text(*p.onorm_eps));
-    if (p.lower_bound)
-      check.require(std::isfinite(*p.lower_bound) && *p.lower_bound < 0, "lower_bound", "a finite number < 0", text(*p.lower_bound));
-    if (p.scale) check.require(std::isfinite(*p.scale) && *p.scale > 0, "scale", "a finite number > 0", text(*p.scale));
-    check.require(std::isfinite(p.softplus_beta) && p.softplus_beta > 0, "softplus_beta", "a finite number > 0", text(p.softplus_beta));
-    check.require(!std::isnan(p.softplus_threshold), "softplus_threshold", "a number", text(p.softplus_threshold));
+    const auto number = [&](const char* name, double x, bool ok, const char* expected) {
+      if (!ok) check.fail(name, expected, text(x));
+    };
+    if (p.onorm_eps) number("onorm_eps", *p.onorm_eps, std::isfinite(*p.onorm_eps) && *p.onorm_eps >= 0, "a finite number >= 0");
+    if (p.lower_bound) number("lower_bound", *p.lower_bound, std::isfinite(*p.lower_bound) && *p.lower_bound < 0, "a finite number < 0");
+    if (p.scale) number("scale", *p.scale, std::isfinite(*p.scale) && *p.scale > 0, "a finite number > 0");
+    number("softplus_beta", p.softplus_beta, std::isfinite(p.softplus_beta) && p.softplus_beta > 0, "a finite number > 0");
+    number("softplus_threshold", p.softplus_threshold, !std::isnan(p.softplus_threshold), "a number");
 
     check.arg("out", out).required().dtype(act).shape({T, HV, V}).same_device().inner_contiguous(1).no_self_overlap();
     no_overlap(check, "out", out,
