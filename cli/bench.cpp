@@ -100,6 +100,7 @@ int run_bench(const BenchOptions& options) {
   }
   if (options.device == "cuda" && !core::cuda_built())
     throw Error(ErrorKind::kNotImplemented, "bench: this build of specstate has no CUDA kernels; use --device cpu.");
+  check_json(options.json);
   const std::optional<fs::path> root = options.record ? std::optional(checkout()) : std::nullopt;
   const Json digest = digests();
   if (options.record && !digest.is_object())

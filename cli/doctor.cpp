@@ -30,6 +30,7 @@ const char* simd_in_use() {
 }  // namespace
 
 int run_doctor(const DoctorOptions& options) {
+  check_json(options.json);
   std::vector<std::string> missing;
   nlohmann::ordered_json j;
   std::string text;

@@ -79,6 +79,7 @@ std::string to_text(const runtime::Report& r) {
 }  // namespace
 
 int run_generate(const GenerateCommand& command) {
+  check_json(command.json);
   if (command.device == "cuda")
     throw Error(ErrorKind::kNotImplemented, "--device cuda: the engine of this build runs on the CPU; use --device cpu.");
   const std::string folder = command.model.empty() ? runtime::find_embedded_model() : command.model;

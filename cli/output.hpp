@@ -6,6 +6,9 @@ namespace specstate::cli {
 
 inline constexpr int kOk = 0, kFailure = 1, kUsage = 2, kNotLossless = 3;
 
+/// Throws what `write_json` would, as far as that can be foreseen: before the work, not after it.
+void check_json(const std::string& file);
+
 /// Writes `text` and a newline to a file, or to stdout for "-". Throws Error(kRuntime) naming the file.
 void write_json(const std::string& file, const std::string& text);
 

@@ -367,6 +367,10 @@ def load_cache_to_device_buffer_spec_mla(
     both. Errors carry sglang's texts: ValueError, and RuntimeError where sglang's C++ side checks.
     """
     limits = 0 if strict_sglang is None else 1 if strict_sglang else 2
+    try:
+        cache_index, cache_policy, scratch_locs, scratch_state = state
+    except (TypeError, ValueError):
+        raise ValueError(f"load_cache_to_device_buffer_spec_mla: state: expected a HiSparseSpecState, got {type(state).__name__}.") from None
     function("hisparse_swap_in_spec")(
         array_in("top_k_tokens", top_k_tokens),
         array_out("device_buffer_tokens", device_buffer_tokens),
@@ -377,10 +381,10 @@ def load_cache_to_device_buffer_spec_mla(
         array_out("top_k_device_locs", top_k_device_locs),
         array_in("req_pool_indices", req_pool_indices),
         array_in("seq_lens", seq_lens),
-        array_out("state.cache_index", state.cache_index),
-        array_out("state.cache_policy", state.cache_policy),
-        array_out("state.scratch_locs", state.scratch_locs),
-        array_out("state.scratch_state", state.scratch_state),
+        array_out("state.cache_index", cache_index),
+        array_out("state.cache_policy", cache_policy),
+        array_out("state.scratch_locs", scratch_locs),
+        array_out("state.scratch_state", scratch_state),
         array_in("num_real_reqs", num_real_reqs),
         array_out("miss_src", miss_src),
         array_out("miss_dst", miss_dst),

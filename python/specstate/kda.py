@@ -15,7 +15,7 @@ one; CPU calls ignore it.
 
 from typing import Any, NamedTuple
 
-from ._arrays import array_in, array_out, empty_like
+from ._arrays import array_in, array_out, empty_like, shape_of
 from ._library import function
 from ._stream import stream_handle
 
@@ -263,12 +263,16 @@ def cutedsl_fused_sigmoid_gating_kda_update(A_log, dt_bias, q, k, v, a, b, initi
     `verify`; use_qk_l2norm_in_kernel: q and k are normalised. Returns v's shape.
     """
     for name, x, heads in (("q", q, "H, K"), ("k", k, "H, K"), ("v", v, "HV, V")):
-        if len(x.shape) != 4:
+        if len(shape_of(name, x)) != 4:
             raise ValueError(
                 f"cutedsl_fused_sigmoid_gating_kda_update: {name}: expected shape [N, 1, {heads}] or [1, N, {heads}], got {tuple(x.shape)}."
             )
     n, (h_v, d_v), d_k = q.shape[0] * q.shape[1], v.shape[-2:], q.shape[-1]
+    if 0 in (h_v, d_v, d_k):
+        raise ValueError(f"cutedsl_fused_sigmoid_gating_kda_update: v: expected heads and channels, got q {tuple(q.shape)} and v {tuple(v.shape)}.")
     varlen = q.shape[0] == 1 and q.shape[1] > 1
+    for name, x in (("A_log", A_log), ("dt_bias", dt_bias), ("a", a), ("initial_state_source", initial_state_source)):
+        shape_of(name, x)
     if _numel(A_log) != h_v:
         raise ValueError(f"Unexpected A_log shape: {A_log.shape}; expected numel={h_v}")
     if _numel(dt_bias) != h_v * d_k:

@@ -106,11 +106,18 @@ CopyArgs copy_args(Checker& check, const KvBuffers& k, RowLayout row_layout, std
   return c;
 }
 
-/// An output must not share memory with what the call reads.
-void own_memory(Checker& check, const char* name, const TensorView& out,
-                std::initializer_list<std::pair<const char*, const TensorView*>> inputs) {
-  for (const auto& [other, in] : inputs)
-    check.require(!core::may_overlap(out, *in), name, "memory of its own", std::string("memory that overlaps ") + other);
+using Named = std::pair<const char*, const TensorView*>;
+
+/// What a call writes must share memory neither with what it reads nor with what else it writes.
+void own_memory(Checker& check, std::initializer_list<Named> outputs, std::initializer_list<Named> others) {
+  const auto apart = [&](const Named& out, const Named& other) {
+    if (core::may_overlap(*out.second, *other.second))
+      check.fail(out.first, "memory of its own", std::string("memory that overlaps ") + other.first);
+  };
+  for (const Named& out : outputs) {
+    for (const Named& other : others) apart(out, other);
+    for (const Named* other = outputs.begin(); other != &out; ++other) apart(out, *other);
+  }
 }
 
 const std::int32_t* num_real(Checker& check, const TensorView& t) {
@@ -200,14 +207,34 @@ SwapInArgs check(const SwapInParams& p) {
   check.arg("state.clock", s.clock).required().dtype(DType::kInt32).shape({R}).same_device().no_self_overlap();
   check.arg("scratch_locs", p.scratch_locs).dtype(DType::kInt32).shape({R, Dim::any("C")}).same_device();
   check.arg("top_k_device_locs", p.top_k_device_locs).required().dtype(DType::kInt32).shape({B, S, K}).same_device().no_self_overlap();
-  own_memory(check, "top_k_device_locs", p.top_k_device_locs,
-             {{"top_k_tokens", &p.top_k_tokens}, {"seq_lens", &p.seq_lens}, {"req_pool_indices", &p.req_pool_indices}});
   plan_together(p.plan);
   plan_shape(check, p.plan, B, S * K);
   a.plan = plan_args(check, p.plan);
   for (const auto& [name, t] : {std::pair{"unique_misses", &p.unique_misses}, std::pair{"unique_hits", &p.unique_hits}})
     check.arg(name, *t).dtype(DType::kInt32).shape({Dim::at_least(B, "B")}).same_device().no_self_overlap();
   a.copy = copy_args(check, p.buffers, p.layout, kInfer, p.skip_io);
+  own_memory(check,
+             {{"top_k_device_locs", &p.top_k_device_locs},
+              {"miss_src", &p.plan.miss_src},
+              {"miss_dst", &p.plan.miss_dst},
+              {"miss_count", &p.plan.miss_count},
+              {"unique_misses", &p.unique_misses},
+              {"unique_hits", &p.unique_hits},
+              {"device_buffer", &p.buffers.device_buffer},
+              {"device_buffer_v", &p.buffers.device_buffer_v}},
+             {{"top_k_tokens", &p.top_k_tokens},
+              {"seq_lens", &p.seq_lens},
+              {"req_pool_indices", &p.req_pool_indices},
+              {"num_real_reqs", &p.num_real_reqs},
+              {"host_cache_locs", &p.host_cache_locs},
+              {"host_cache", &p.buffers.host_cache},
+              {"host_cache_v", &p.buffers.host_cache_v},
+              {"state.slot_tokens", &s.slot_tokens},
+              {"state.slot_locs", &s.slot_locs},
+              {"state.slot_stamps", &s.slot_stamps},
+              {"state.token_slots", &s.token_slots},
+              {"state.clock", &s.clock},
+              {"scratch_locs", &p.scratch_locs}});
 
   a.tokens = strided3<const std::int32_t>(p.top_k_tokens);
   a.out = strided3<std::int32_t>(p.top_k_device_locs);
@@ -327,8 +354,6 @@ SpecSwapArgs check(const SpecSwapParams& p) {
   Sym BS("B*S", B * S);
   check.arg("seq_lens", p.seq_lens).required().dtype(DType::kInt32).shape({BS}).same_device();
   check.arg("num_real_reqs", p.num_real_reqs).required();
-  own_memory(check, "top_k_device_locs", p.top_k_device_locs,
-             {{"top_k_tokens", &p.top_k_tokens}, {"seq_lens", &p.seq_lens}, {"req_pool_indices", &p.req_pool_indices}});
 
   SpecSwapArgs a{};
   a.op = op;
@@ -337,6 +362,25 @@ SpecSwapArgs check(const SpecSwapParams& p) {
   a.num_real = num_real(check, p.num_real_reqs);
   a.plan = plan_args(check, p.plan);
   a.copy = copy_args(check, p.buffers, RowLayout::kLinear, kInfer, false);
+  own_memory(check,
+             {{"top_k_device_locs", &p.top_k_device_locs},
+              {"miss_src", &p.plan.miss_src},
+              {"miss_dst", &p.plan.miss_dst},
+              {"miss_count", &p.plan.miss_count},
+              {"device_buffer", &p.buffers.device_buffer}},
+             {{"top_k_tokens", &p.top_k_tokens},
+              {"seq_lens", &p.seq_lens},
+              {"req_pool_indices", &p.req_pool_indices},
+              {"num_real_reqs", &p.num_real_reqs},
+              {"host_cache_locs", &p.host_cache_locs},
+              {"host_cache", &p.buffers.host_cache},
+              {"host_cache_v", &p.buffers.host_cache_v},
+              {"device_buffer_tokens", &p.device_buffer_tokens},
+              {"device_buffer_locs", &p.device_buffer_locs},
+              {"state.cache_index", &p.cache_index},
+              {"state.cache_policy", &p.cache_policy},
+              {"state.scratch_locs", &p.scratch_locs},
+              {"state.scratch_state", &p.scratch_state}});
   a.tokens = strided3<const std::int32_t>(p.top_k_tokens);
   a.out = strided3<std::int32_t>(p.top_k_device_locs);
   a.seq_lens = {p.seq_lens.data, S * p.seq_lens.strides[0], p.seq_lens.strides[0], 4};
@@ -400,14 +444,29 @@ SwapInSingleArgs check(const SwapInSingleParams& p) {
   check.arg("top_k_device_locs", p.top_k_device_locs).shape({B, block > 1 ? Dim::at_least(K, "K") : Dim(K)});
   check.arg("req_pool_indices", p.req_pool_indices).required().dtype({DType::kInt32, DType::kInt64}).shape({B}).same_device();
   check.arg("seq_lens", p.seq_lens).required().dtype({DType::kInt32, DType::kInt64}).shape({B}).same_device();
-  own_memory(check, "top_k_device_locs", p.top_k_device_locs,
-             {{"top_k_tokens", &p.top_k_tokens}, {"seq_lens", &p.seq_lens}, {"req_pool_indices", &p.req_pool_indices}});
 
   SwapInSingleArgs a{};
   a.op = p.op;
   a.num_real = num_real(check, p.num_real_reqs);
   a.plan = plan_args(check, p.plan);
   a.copy = copy_args(check, p.buffers, p.layout, p.item_size_bytes, p.skip_io);
+  own_memory(check,
+             {{"top_k_device_locs", &p.top_k_device_locs},
+              {"miss_src", &p.plan.miss_src},
+              {"miss_dst", &p.plan.miss_dst},
+              {"miss_count", &p.plan.miss_count},
+              {"device_buffer", &p.buffers.device_buffer},
+              {"device_buffer_v", &p.buffers.device_buffer_v}},
+             {{"top_k_tokens", &p.top_k_tokens},
+              {"seq_lens", &p.seq_lens},
+              {"req_pool_indices", &p.req_pool_indices},
+              {"num_real_reqs", &p.num_real_reqs},
+              {"host_cache_locs", &p.host_cache_locs},
+              {"host_cache", &p.buffers.host_cache},
+              {"host_cache_v", &p.buffers.host_cache_v},
+              {"device_buffer_tokens", &p.device_buffer_tokens},
+              {"device_buffer_locs", &p.device_buffer_locs},
+              {"lru_slots", &p.lru_slots}});
   a.selection = strided2<const std::int32_t>(p.top_k_tokens);
   a.out = strided2<std::int32_t>(p.top_k_device_locs);
   a.seq_lens = integers(p.seq_lens);
@@ -426,6 +485,20 @@ SwapInSingleArgs check(const SwapInSingleParams& p) {
 }
 
 // ------------------------------------------------------------------------------------------------- replay and transfer
+
+namespace {
+
+void follower_apart(Checker& check, const ReplayPlanParams& p, const KvBuffers& buffers) {
+  own_memory(check, {{"device_buffer", &buffers.device_buffer}, {"device_buffer_v", &buffers.device_buffer_v}},
+             {{"host_cache", &buffers.host_cache},
+              {"host_cache_v", &buffers.host_cache_v},
+              {"miss_src", &p.miss_src},
+              {"miss_dst", &p.miss_dst},
+              {"miss_count", &p.miss_count},
+              {"num_real_reqs", &p.num_real_reqs}});
+}
+
+}  // namespace
 
 ReplayPlanArgs check(const ReplayPlanParams& p, std::vector<CopyArgs>& followers) {
   Checker check(p.op);
@@ -450,12 +523,14 @@ ReplayPlanArgs check(const ReplayPlanParams& p, std::vector<CopyArgs>& followers
   for (std::int64_t i = 0; i < p.num_followers; ++i) {
     if (p.num_followers == 1) {
       followers.push_back(copy_args(check, p.followers[i], p.layout, p.item_size_bytes, p.skip_io));
+      follower_apart(check, p, p.followers[i]);
       continue;
     }
     const std::string at = fmt::format("[{}]", i),
                       n[4] = {"host_cache" + at, "device_buffer" + at, "host_cache_v" + at, "device_buffer_v" + at};
     const char* const names[4] = {n[0].c_str(), n[1].c_str(), n[2].c_str(), n[3].c_str()};
     followers.push_back(copy_args(check, p.followers[i], p.layout, p.item_size_bytes, p.skip_io, names));
+    follower_apart(check, p, p.followers[i]);
   }
   return a;
 }

@@ -29,7 +29,8 @@ struct Descriptor {
 
 /// An open descriptor of a regular file and its size.
 std::size_t open_regular(const std::string& path, Descriptor& d) {
-  d.fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  // Without O_NONBLOCK a FIFO without a writer would hold us here for ever.
+  d.fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (d.fd < 0) fail(path, "cannot open");
   struct stat st {};
   if (::fstat(d.fd, &st) != 0) fail(path, "cannot stat");

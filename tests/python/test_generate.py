@@ -232,6 +232,11 @@ def test_failures_are_one_line_and_status_1(tmp_path):
 
     assert "found no config.json" in error("--prompt", "a", "--model", tmp_path)
     assert "No such file" in error("--prompt-file", tmp_path / "nothing")
+    os.mkfifo(tmp_path / "fifo")  # nobody writes to it: reading it would never end
+    assert "fifo: expected a regular file." in error("--prompt-file", tmp_path / "fifo")
+    # Known before the work, so no text comes first.
+    assert "--json: cannot create" in error("--prompt", "a", "--json", tmp_path / "nothing" / "report.json")
+    assert "--json: cannot create" in error("--prompt", "a", "--json", tmp_path)
     assert "--device cuda" in error("--prompt", "a", "--device", "cuda")
     assert "hot_slots: expected 64 (index_topk)" in error("--prompt", "a", "--hot-slots", 8)
     assert "prompt 1: expected at most 8190 bytes" in error("--prompt-file", _file(tmp_path, b"x" * 9000))

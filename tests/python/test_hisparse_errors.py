@@ -96,6 +96,11 @@ SPEC_CASES = {
     "token dtype": (lambda a: dict(top_k_tokens=a["top_k_tokens"].astype(np.int64)), SPEC_OP + "top_k_tokens: expected dtype int32, got int64.", ValueError),
     "output shape": (lambda a: dict(top_k_device_locs=wide((2, 2, 5))), SPEC_OP + "top_k_device_locs: expected shape [B=2, S=2, K=4], got (2, 2, 5).", ValueError),
     "output dtype": (lambda a: dict(top_k_device_locs=wide((2, 2, 4), np.int64)), SPEC_OP + "top_k_device_locs: expected dtype int32, got int64.", ValueError),
+    "output is a table": (lambda a: dict(top_k_device_locs=a["device_buffer_locs"].reshape(-1)[:16].reshape(2, 2, 4)), SPEC_OP + "top_k_device_locs: expected memory of its own, got memory that overlaps device_buffer_locs.", ValueError),
+    "output is state": (lambda a: dict(top_k_device_locs=a["state"].scratch_state[1:].reshape(-1)[:16].reshape(2, 2, 4)), SPEC_OP + "top_k_device_locs: expected memory of its own, got memory that overlaps state.scratch_state.", ValueError),
+    "device is host": (lambda a: dict(device_buffer=a["host_cache"]), SPEC_OP + "device_buffer: expected memory of its own, got memory that overlaps host_cache.", ValueError),
+    "no state": (lambda a: dict(state=None), SPEC_OP + "state: expected a HiSparseSpecState, got NoneType.", ValueError),
+    "short state": (lambda a: dict(state=tuple(a["state"])[:3]), SPEC_OP + "state: expected a HiSparseSpecState, got tuple.", ValueError),
     "output overlap": (lambda a: dict(top_k_device_locs=a["top_k_tokens"]), SPEC_OP + "top_k_device_locs: expected memory of its own, got memory that overlaps top_k_tokens.", ValueError),
     "index dtype": (lambda a: dict(state=state_with(a, cache_index=lambda x: x.astype(np.int32))), SPEC_OP + "state.cache_index: expected dtype int64, got int32.", ValueError),
     "policy dtype": (lambda a: dict(state=state_with(a, cache_policy=lambda x: x.astype(np.int64))), SPEC_OP + "state.cache_policy: expected dtype int32, got int64.", ValueError),
@@ -241,6 +246,9 @@ def single_arguments(seed=0, dsv4=False):
 
 
 SINGLE_CASES = {
+    "output is a table": (lambda a: dict(top_k_device_locs=a["device_buffer_tokens"][:, :4]), SINGLE_OP + "top_k_device_locs: expected memory of its own, got memory that overlaps device_buffer_tokens.", ValueError),
+    "plan is the output": (lambda a: dict(miss_dst=a["top_k_device_locs"]), SINGLE_OP + "miss_dst: expected memory of its own, got memory that overlaps top_k_device_locs.", ValueError),
+    "device is host": (lambda a: dict(device_buffer=a["host_cache"]), SINGLE_OP + "device_buffer: expected memory of its own, got memory that overlaps host_cache.", ValueError),
     "hot below top-k": (lambda a: dict(hot_buffer_size=3), "hot_buffer_size (3) must be >= num_top_k (4)", ValueError),
     "plan without src": (lambda a: dict(miss_src=None), "miss_src, miss_dst, and miss_count must be provided together.", ValueError),
     "only dst": (lambda a: dict(miss_src=None, miss_count=None), "miss_src, miss_dst, and miss_count must be provided together.", ValueError),
@@ -352,6 +360,7 @@ def replay_arguments():
 
 
 REPLAY_CASES = {
+    "device is host": (lambda a: dict(device_buffer=a["host_cache"]), REPLAY_OP + "device_buffer: expected memory of its own, got memory that overlaps host_cache.", ValueError),
     "src dtype": (lambda a: dict(miss_src=a["miss_src"].astype(np.int32)), "miss_src must be int64 and miss_dst must be int32.", ValueError),
     "count dtype": (lambda a: dict(miss_count=a["miss_count"].astype(np.int64)), "miss_count must be int32.", ValueError),
     "strides": (lambda a: dict(miss_src=wide((2, 5), np.int64)[:, :3]), "copy_cache_planned: miss_src/miss_dst row strides differ", RuntimeError),

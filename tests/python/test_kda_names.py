@@ -476,6 +476,18 @@ def test_cutedsl_update(form, dtype, flat):
     assert same(state, before)  # all other slots
 
 
+def test_cutedsl_update_without_heads_or_arrays():
+    with pytest.raises(ValueError, match="v: expected heads and channels"):
+        kda.cutedsl_fused_sigmoid_gating_kda_update(
+            A_log=np.zeros(0, F32), dt_bias=np.zeros(0, F32), q=np.zeros((2, 1, 0, 64), F32), k=np.zeros((2, 1, 0, 64), F32),
+            v=np.zeros((2, 1, 0, 64), F32), a=np.zeros((2, 0), F32), b=np.zeros((2, 0), F32), initial_state_source=np.zeros(0, F32),
+            initial_state_indices=np.zeros(2, np.int32),
+        )
+    for name in ("A_log", "dt_bias", "q", "k", "v", "a", "initial_state_source"):
+        with pytest.raises(TypeError, match=f"^{name}: expected an array"):
+            kda.cutedsl_fused_sigmoid_gating_kda_update(**{**bare(1, F32), name: None})
+
+
 def test_cutedsl_update_numbers_and_out():
     x = bare(2, F32)
     y = dict(x, initial_state_source=x["initial_state_source"].copy())
