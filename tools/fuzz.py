@@ -35,7 +35,7 @@ def digest_of(target):
     return source_digest.digest_of([*paths, ROOT / "tests" / "fuzz" / f"{target}.cpp", ROOT / "tests" / "fuzz" / "fuzz.hpp"])
 
 
-def run(binary, seconds):
+def run(binary, seconds, seed, runs):
     target = binary.name
     found = ROOT / "build" / "fuzz" / "found" / target
     found.mkdir(parents=True, exist_ok=True)
@@ -43,7 +43,7 @@ def run(binary, seconds):
         old.unlink()
     corpus = ROOT / "tests" / "fuzz" / "corpus" / target
     with tempfile.TemporaryDirectory() as grown:
-        command = [str(binary), f"-max_total_time={seconds}", "-timeout=20", "-rss_limit_mb=3000", "-print_final_stats=1", "-use_value_profile=1", "-len_control=0", "-max_len=600",
+        command = [str(binary), f"-max_total_time={seconds}", "-timeout=20", "-rss_limit_mb=3000", "-print_final_stats=1", "-use_value_profile=1", "-len_control=0", "-max_len=600", f"-seed={seed}", f"-runs={runs}",
                    f"-artifact_prefix={found}/", grown, *([str(corpus)] if corpus.is_dir() else [])]
         done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
                               env=dict(os.environ, ASAN_OPTIONS="detect_leaks=1", UBSAN_OPTIONS="print_stacktrace=1"), cwd=grown)
@@ -55,6 +55,8 @@ def run(binary, seconds):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=int, default=30, help="for each target")
+    parser.add_argument("--seed", type=int, default=0, help="0: another one every time; a fixed one and --runs repeat a run")
+    parser.add_argument("--runs", type=int, default=-1, help="at most so many executions of each target")
     parser.add_argument("--match", default="")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--record", action="store_true", help="write tests/fuzz/evidence.json")
@@ -67,7 +69,7 @@ def main():
     evidence = json.loads(EVIDENCE.read_text()) if EVIDENCE.exists() else {}
     passed = failed = 0
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        for future in concurrent.futures.as_completed([pool.submit(run, b, args.seconds) for b in binaries]):
+        for future in concurrent.futures.as_completed([pool.submit(run, b, args.seconds, args.seed, args.runs) for b in binaries]):
             target, status, executions, coverage, crashes, output = future.result()
             good = status == 0 and executions > 0 and not crashes
             passed, failed = passed + good, failed + (not good)

@@ -250,7 +250,9 @@ void resolve(const SwapCommon& x, std::int64_t b, RowPlan& p, FindHot&& find_hot
   std::uint8_t* const hit = p.hit.data();
   std::int64_t hits = 0;
   for (std::int64_t s = 0; s < x.steps; ++s) {
-    const std::int64_t seq = x.seq_lens(b, s), tail_start = in_tail > 0 ? seq - x.tail : std::numeric_limits<std::int64_t>::max();
+    const std::int64_t seq =
+        std::max<std::int64_t>(x.seq_lens(b, s), 0);  // nothing is visible below 0, and the tail's start stays in 64 bits
+    const std::int64_t tail_start = in_tail > 0 ? seq - x.tail : std::numeric_limits<std::int64_t>::max();
     const Strided1<const std::int32_t> wanted{&x.tokens(b, s, 0), x.tokens.s2};
     for (std::int64_t k = 0; k < x.top_k; ++k, ++answer) {
       const std::int32_t t = wanted(k);

@@ -250,7 +250,8 @@ class Serial final : public Executor {
 
 }  // namespace specstate::fuzz
 
-extern "C" inline int LLVMFuzzerInitialize(int*, char***) {
+/// Not inline: nobody calls it but the fuzzer, and it must be there to be found.
+extern "C" int LLVMFuzzerInitialize(int*, char***) {
   static specstate::fuzz::Serial serial;
   specstate::set_executor(&serial);
   return 0;
