@@ -175,7 +175,7 @@ def test_unprepared_state_is_refused():
 
 
 def test_torch_tensors_zero_copy():
-    torch = pytest.importorskip("torch")
+    torch = pytest.importorskip("torch", reason="needs-torch: torch is not installed")
     rng = np.random.default_rng(8)
     w = oracle.make_world(rng, requests=2, hot=16, tail=2, context=90, item=32, steps=2, top_k=8)
     c = oracle.make_spec_call(rng, w, batch=2, steps=2, top_k=8)
