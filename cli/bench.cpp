@@ -142,6 +142,7 @@ int run_bench(const BenchOptions& options) {
   }
   if (!options.json.empty()) write_json(options.json, report.dump(1));
   if (root) record(*root / "bench" / "results" / (options.device == "cpu" ? "cpu.json" : "cuda.json"), report);
+  finish_stdout();
   return kOk;
 }
 

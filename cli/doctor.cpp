@@ -88,6 +88,7 @@ int run_doctor(const DoctorOptions& options) {
 
   if (!options.json.empty()) write_json(options.json, j.dump(2, ' ', false, nlohmann::json::error_handler_t::replace));
   if (options.json != "-") std::fputs(text.c_str(), stdout);
+  finish_stdout();
   // Absent parts are what a doctor reports, not a failure of the doctor; only a folder that was named must be usable.
   return options.model.empty() || usable ? kOk : kFailure;
 }

@@ -117,7 +117,7 @@ int run_generate(const GenerateCommand& command) {
       std::fwrite(report.requests[i].text.data(), 1, report.requests[i].text.size(), stdout);
       std::fputc('\n', stdout);
     }
-  if (std::fflush(stdout) != 0 || std::ferror(stdout)) throw Error(ErrorKind::kRuntime, "cannot write to stdout.");
+  finish_stdout();
   std::fputs(to_text(report).c_str(), stderr);
   // Bytes of the text that are not UTF-8 become U+FFFD in JSON; `tokens` is exact.
   if (!command.json.empty()) write_json(command.json, to_json(report).dump(2, ' ', false, nlohmann::json::error_handler_t::replace));

@@ -66,6 +66,11 @@ CLI::Validator one_of(const std::vector<std::string>& words) {
       "");
 }
 
+/// An empty name is a variable that was not set, not a default that was asked for.
+CLI::Validator not_empty() {
+  return CLI::Validator([](std::string& text) -> std::string { return text.empty() ? "expected a name, got ''" : ""; }, "");
+}
+
 int run(int argc, char** argv) {
   CLI::App app{"specstate: the state of speculative decoding, on a real model"};
   app.name("specstate");
@@ -100,7 +105,7 @@ int run(int argc, char** argv) {
       ->check(one_of({"greedy", "sampled"}))
       ->capture_default_str();
   generate_app->add_option("--device", generate.device, "backend")->check(one_of({"cpu", "cuda"}))->capture_default_str();
-  generate_app->add_option("--model", generate.model, "model folder (default: the embedded model)");
+  generate_app->add_option("--model", generate.model, "model folder (default: the embedded model)")->check(not_empty());
   generate_app->add_option("--hot-slots", g.hot_slots, "device rows that cache the KV of the host, per request and layer")
       ->check(number(1, 1 << 20, "an integer of 1 or more"))
       ->capture_default_str();
@@ -110,12 +115,13 @@ int run(int argc, char** argv) {
   generate_app->add_option("--force-accept", g.force_accept, "for tests: commit exactly this many tokens a step where they fit")
       ->check(number(1, 1 << 20, "an integer of 1 or more"));
   generate_app->add_flag("--check-lossless", g.check_lossless, "also decode plainly and compare; a difference exits 3");
-  generate_app->add_option("--json", generate.json, "write the report as JSON to a file, or - for stdout (instead of the text)");
+  generate_app->add_option("--json", generate.json, "write the report as JSON to a file, or - for stdout (instead of the text)")
+      ->check(not_empty());
 
   DoctorOptions doctor;
   CLI::App* doctor_app = app.add_subcommand("doctor", "what this build can do on this machine, and what is missing");
-  doctor_app->add_option("--model", doctor.model, "model folder (default: the embedded model)");
-  doctor_app->add_option("--json", doctor.json, "write the report as JSON to a file, or - for stdout");
+  doctor_app->add_option("--model", doctor.model, "model folder (default: the embedded model)")->check(not_empty());
+  doctor_app->add_option("--json", doctor.json, "write the report as JSON to a file, or - for stdout")->check(not_empty());
 
   BenchOptions bench;
   CLI::App* bench_app = app.add_subcommand("bench", "measure operations beside their floors and peers");
@@ -123,7 +129,7 @@ int run(int argc, char** argv) {
   bench_app->add_option("--device", bench.device, "cpu or cuda")->check(one_of({"cpu", "cuda"}));
   bench_app->add_flag("--quick", bench.quick, "few and short samples: shows that it runs, not how fast");
   bench_app->add_flag("--record", bench.record, "merge into bench/results/<device>.json of this checkout");
-  bench_app->add_option("--json", bench.json, "write the results as JSON to a file, or - for stdout");
+  bench_app->add_option("--json", bench.json, "write the results as JSON to a file, or - for stdout")->check(not_empty());
 
   try {
     app.parse(argc, argv);

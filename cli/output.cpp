@@ -28,4 +28,8 @@ void write_json(const std::string& file, const std::string& text) {
   if (!ok) throw Error(ErrorKind::kRuntime, "--json: cannot write '" + file + "'.");
 }
 
+void finish_stdout() {
+  if (std::fflush(stdout) != 0 || std::ferror(stdout)) throw Error(ErrorKind::kRuntime, "cannot write to stdout.");
+}
+
 }  // namespace specstate::cli

@@ -12,4 +12,7 @@ void check_json(const std::string& file);
 /// Writes `text` and a newline to a file, or to stdout for "-". Throws Error(kRuntime) naming the file.
 void write_json(const std::string& file, const std::string& text);
 
+/// Throws Error(kRuntime) if something written to stdout was lost (a full disk).
+void finish_stdout();
+
 }  // namespace specstate::cli

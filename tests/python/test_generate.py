@@ -273,6 +273,19 @@ def test_doctor():
     assert report["cpu"]["simd"] in text and "model" in text
 
 
+@pytest.mark.parametrize("args", [("doctor",), ("doctor", "--json", "-"), ("generate", "--prompt", "a", "--max-new-tokens", 2)])
+def test_lost_output_is_a_failure(args):
+    with open("/dev/full", "wb") as full:
+        result = subprocess.run([COMMAND, *map(str, args)], stdout=full, stderr=subprocess.PIPE, timeout=300)
+    assert result.returncode == 1 and b"cannot write" in result.stderr
+
+
+@pytest.mark.parametrize("args", [("doctor", "--model"), ("doctor", "--json"), ("generate", "--prompt", "a", "--model"), ("bench", "kda", "--json")])
+def test_empty_names_are_bad_usage(args):
+    result = call(*args, "", status=2)
+    assert result.stderr.count(b"\n") == 1 and b"expected a name, got ''" in result.stderr and result.stdout == b""
+
+
 def test_doctor_names_a_broken_model(tmp_path):
     result = call("doctor", "--model", tmp_path, status=1)
     assert b"found no config.json" in result.stdout
