@@ -15,7 +15,8 @@ struct VerifyGreedyParams {
   TensorView accept_lens;    ///< out [b] int32, values 1..W
   TensorView out_tokens;     ///< out [b, W] same dtype as candidates
 };
-/// Throws Error(kValue) naming the argument before anything is written. b = 0 does nothing. Thread-safe.
+/// Throws Error(kValue) naming the argument before anything is written. b = 0 does nothing. Thread-safe. CPU and CUDA; on CUDA a row
+/// whose verify length is outside 1..W gets accept_lens 0 and zeros.
 SPECSTATE_API void verify_greedy(const VerifyGreedyParams& params, Stream stream = {});
 
 /// Lossless rejection sampling of a chain (Leviathan et al. 2023; Chen et al. 2023): the emitted tokens have exactly the target's

@@ -11,6 +11,7 @@ enum class ErrorKind {
   kValue,           // a wrong argument (ValueError)
   kNotImplemented,  // a right call that this build or version does not do (NotImplementedError)
   kRuntime,         // the machine or the run-time state failed (RuntimeError)
+  kCuda,            // a CUDA call failed: no driver, no code for this GPU, a fault of earlier work on it (RuntimeError)
   kInternal,        // our own bug (RuntimeError, text starts with "internal error")
 };
 

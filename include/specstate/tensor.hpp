@@ -61,10 +61,10 @@ struct TensorView {
   /// A dense row-major view.
   SPECSTATE_API TensorView(void* data, DType dtype, std::initializer_list<std::int64_t> sizes, Device device = {});
 
-  bool given() const noexcept { return ndim >= 0; }
-  std::int64_t size(int dim) const noexcept { return sizes[dim < 0 ? dim + ndim : dim]; }
-  std::int64_t stride(int dim) const noexcept { return strides[dim < 0 ? dim + ndim : dim]; }
-  std::int64_t numel() const noexcept {
+  constexpr bool given() const noexcept { return ndim >= 0; }
+  constexpr std::int64_t size(int dim) const noexcept { return sizes[dim < 0 ? dim + ndim : dim]; }
+  constexpr std::int64_t stride(int dim) const noexcept { return strides[dim < 0 ? dim + ndim : dim]; }
+  constexpr std::int64_t numel() const noexcept {
     std::int64_t n = 1;
     for (int i = 0; i < ndim; ++i) n *= sizes[i];
     return n;
@@ -75,7 +75,7 @@ struct TensorView {
   /// View of entry `i` of the first dimension.
   SPECSTATE_API TensorView operator[](std::int64_t i) const noexcept;
   template <class T>
-  T* as() const noexcept {
+  constexpr T* as() const noexcept {
     return static_cast<T*>(data);
   }
 };

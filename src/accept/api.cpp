@@ -7,7 +7,8 @@ namespace specstate::accept {
 
 void verify_greedy(const VerifyGreedyParams& params, Stream stream) {
   const VerifyGreedyArgs args = check(params);
-  core::on_backend("verify_greedy", params.candidates.device, [&] { cpu::run(args, stream); });
+  core::on_backend(
+      "verify_greedy", params.candidates.device, [&] { cpu::run(args, stream); }, [&] { cuda::run(args, stream); });
 }
 
 void verify_rejection(const VerifyRejectionParams& params, Stream stream) {

@@ -43,4 +43,8 @@ void run(const VerifyRejectionArgs& args, Stream stream);
 void run(const PlanVerifyLengthsArgs& args);
 }  // namespace cpu
 
+namespace cuda {
+void run(const VerifyGreedyArgs& args, Stream stream);
+}  // namespace cuda
+
 }  // namespace specstate::accept

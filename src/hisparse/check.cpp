@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include "core/dispatch.hpp"
 #include "core/match.hpp"
 #include "hisparse/layout.hpp"
 
@@ -78,7 +79,7 @@ CopyArgs copy_args(Checker& check, const KvBuffers& k, RowLayout row_layout, std
     check.require(device[i]->ndim >= 1, names[2 * i + 1], "at least one dimension", "shape ()");
     // A CUDA call reads host rows from the GPU, which only pinned memory allows.
     if (check.device().type == DeviceType::kCuda) {
-      check.require(host[i]->device.type == DeviceType::kCpu && host[i]->device.pinned, names[2 * i], "pinned host memory",
+      check.require(core::pinned(*host[i]), names[2 * i], "pinned host memory",
                     host[i]->device.type == DeviceType::kCpu ? "pageable host memory" : name_of(host[i]->device));
     } else {
       check.arg(names[2 * i], *host[i]).same_device();
@@ -550,7 +551,7 @@ TransferArgs check(const TransferPagedParams& p, std::vector<TransferLayer>& lay
       if (check.device().type == DeviceType::kCpu || t->device.type == DeviceType::kCuda)
         check.arg(name, *t).same_device();
       else
-        check.require(t->device.pinned, name, "pinned host memory", "pageable host memory");
+        check.require(core::pinned(*t), name, "pinned host memory", "pageable host memory");
     }
     const RowBuffer a = rows_of(check, src.c_str(), p.src[i], 0, true), b = rows_of(check, dst.c_str(), p.dst[i], 0, true);
     layers.push_back({a.base, b.base, a.rows, b.rows});

@@ -61,9 +61,12 @@ def check(root):
                 refuse("{fmt} does not compile under nvcc; .cpp files alone have it")
             if name.startswith("tbb/") and not relative.startswith(("src/cpu/", "tests/")):
                 refuse("threads come through cpu/parallel.hpp")
+            if name.startswith(("cuda/", "cuda_runtime", "cuda.h")) and path.suffix == ".cpp" and relative.startswith("src/"):
+                refuse("CUDA is for .cu files: a .cpp is built without it, too")
             if path.name in ("check.cpp", "check.hpp", "api.cpp") and name.startswith("cuda"):
                 refuse("a check never sees CUDA")
-            if layer in FAMILIES and path.name in ("cpu.cpp", "cuda.cu") and name.endswith("check.hpp"):
+            backend = path.name == "cpu.cpp" or path.suffix in (".cu", ".cuh") or relative.startswith(f"src/{layer}/cuda/")
+            if layer in FAMILIES and backend and name.endswith("check.hpp"):
                 refuse("a backend never sees parameters")
     for path, relative in matching(root, ".py", under="tests/oracles/"):
         if re.search(r"^\s*(import|from)\s+specstate\b", text(path) or "", re.M):

@@ -8,7 +8,7 @@ STORAGE_TYPES = {"bfloat16", "float16", "float8_e4m3fn"}  # named as the dtypes 
 TYPE = re.compile(r"^[ \t]*(?:template\s*<[^;{}]*>\s*)?(?:class|struct|enum class|enum)\s+(?:alignas\([^)]*\)\s+)?(?:SPECSTATE_\w+\s+)?(\w+)\s*(?:final\s*)?(?::[^:;{]*)?\{", re.M)
 MACRO = re.compile(r"^\s*#\s*define\s+(\w+)", re.M)
 CONSTANT = re.compile(r"^(?:inline |static )*constexpr\s+(?:static )?[\w:<>*\s]+?[ &*](\w+)(?:\[[^\]]*\])*\s*(?:=|\{)", re.M)  # at namespace level: not indented
-FUNCTION = re.compile(r"^(?:SPECSTATE_API |inline |constexpr |static |\[\[\w+\]\] )*[\w:<>,]+[ &*]+(\w+)\([^;{}]*\)(?: const)?(?: noexcept)?\s*[;{]", re.M)
+FUNCTION = re.compile(r"^(?:SPECSTATE_API |SPECSTATE_HD |__device__ |__global__ |__host__ |__forceinline__ |inline |constexpr |static |\[\[\w+\]\] )*[\w:<>,]+[ &*]+(\w+)\([^;{}]*\)(?: const)?(?: noexcept)?\s*[;{]", re.M)
 
 
 def check(root):
@@ -18,7 +18,7 @@ def check(root):
             found.append(f"{relative}: file names are snake_case")
         if path.suffix == ".py":
             continue
-        content = re.sub(r"//[^\n]*", "", text(path) or "")
+        content = re.sub(r"//[^\n]*|__launch_bounds__\s*\([^()]*\)\s*", "", text(path) or "")
         for name in TYPE.findall(content):
             if not re.fullmatch(r"[A-Z][A-Za-z0-9]*", name) and name not in STORAGE_TYPES:
                 found.append(f"{relative}: type {name} is not PascalCase")

@@ -92,7 +92,7 @@ def pointers(root):
     for name in re.findall(r"`((?:\.ci|[a-z_]+)/[\w./-]+\.\w+)`", content):
         if not (root / name).is_file():
             found.append(f"HACKING.md: names {name}, which is not there")
-    for name, rest in re.findall(r"`([\w./-]+\.[ch]pp)`: ([^\n|;]*)", content):
+    for name, rest in re.findall(r"`([\w./-]+\.(?:[ch]pp|cuh?))`: ([^\n|;]*)", content):
         source = (text(root / name) or "") if (root / name).is_file() else ""
         for symbol in re.findall(r"`(\w+)`", rest):
             if not re.search(rf"\b{symbol}\b", source):

@@ -233,8 +233,9 @@ class OnGpu:
     dtype = "bfloat16"
 
 
-def test_gpu_calls_go_to_sglang_while_there_is_no_cuda_kernel(tree, caplog):
+def test_gpu_calls_go_to_sglang_while_there_is_no_cuda_kernel(tree, monkeypatch, caplog):
     tree()
+    monkeypatch.setattr(drop_in, "_cuda_built", lambda: False)
     drop_in.install()
     for _ in range(3):
         assert function("copy_cache_planned_mla")(**{**plan(), "miss_src": OnGpu()}) == "sglang"
@@ -308,8 +309,9 @@ def test_the_dispatch_opens_on_hopper(tree, monkeypatch, capability, before, aft
     asks = lambda n: KDAAttnBackend()._can_run_dspark_cutedsl_mtp(draft_token_num=n)  # noqa: E731
     original = KDAAttnBackend._can_run_dspark_cutedsl_mtp
     assert asks(4) is before
+    monkeypatch.setattr(drop_in, "_cuda_built", lambda: False)
     drop_in.install()
-    assert asks(4) is before  # no CUDA kernel in this build: nothing changes
+    assert asks(4) is before  # no CUDA kernel in the build: nothing changes
     monkeypatch.setattr(drop_in, "_cuda_built", lambda: True)
     drop_in.install()
     assert asks(4) is after

@@ -1,0 +1,31 @@
+# SPECSTATE_CUDA -> SPECSTATE_WITH_CUDA, and the CUDA language where that is on. cudart is linked statically and nothing else of CUDA
+# at all, so one library runs on machines with and without a driver: it asks for one at the first CUDA call.
+set(SPECSTATE_WITH_CUDA OFF)
+set(SPECSTATE_CUDA_LIBRARIES "")
+if(NOT SPECSTATE_CUDA)
+  return()
+endif()
+find_program(SPECSTATE_NVCC nvcc HINTS ENV CUDACXX ENV CUDA_HOME ENV CUDA_PATH /usr/local/cuda PATH_SUFFIXES bin)
+if(NOT SPECSTATE_NVCC)
+  if(NOT SPECSTATE_CUDA STREQUAL AUTO)
+    message(FATAL_ERROR "SPECSTATE_CUDA: expected nvcc in PATH, in CUDA_HOME or in /usr/local/cuda for ${SPECSTATE_CUDA}, got none. "
+      "Install the CUDA toolkit, or configure with -DSPECSTATE_CUDA=OFF.")
+  endif()
+  return()
+endif()
+set(CMAKE_CUDA_COMPILER ${SPECSTATE_NVCC})
+set(CMAKE_CUDA_ARCHITECTURES OFF)  # cmake/flags.cmake names them: CMake 3.25 does not know the 'a' targets
+set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
+if(CMAKE_CXX_COMPILER_LAUNCHER AND NOT DEFINED CMAKE_CUDA_COMPILER_LAUNCHER)
+  set(CMAKE_CUDA_COMPILER_LAUNCHER ${CMAKE_CXX_COMPILER_LAUNCHER})
+endif()
+enable_language(CUDA)
+if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.8)
+  message(FATAL_ERROR "SPECSTATE_CUDA: expected nvcc 12.8 or newer, got ${CMAKE_CUDA_COMPILER_VERSION} (${SPECSTATE_NVCC}).")
+endif()
+set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
+find_package(CUDAToolkit REQUIRED)
+# The runtime's names stay inside: a process may hold another copy of it (torch does), and each must call its own.
+set(SPECSTATE_CUDA_LIBRARIES CUDA::cudart_static -Wl,--exclude-libs,libcudart_static.a)
+set(SPECSTATE_WITH_CUDA ON)
+message(STATUS "CUDA backend: ${SPECSTATE_NVCC} ${CMAKE_CUDA_COMPILER_VERSION} for ${SPECSTATE_CUDA_ARCHITECTURES}")

@@ -1,0 +1,77 @@
+#pragma once
+// What every CUDA call of the library goes through: the error check, the device, the launch. For .cu files; nothing here allocates,
+// synchronises or may not be captured in a graph.
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <utility>
+
+#include "specstate/error.hpp"
+#include "specstate/stream.hpp"
+
+namespace specstate::cuda {
+
+/// Error(kCuda): "{what}: {name of the error}: {its text}". Clears the error for calls that come after.
+[[noreturn]] void throw_cuda(cudaError_t error, const char* what);
+
+#define SPECSTATE_CUDA_CHECK(call)                                                               \
+  do {                                                                                           \
+    if (const cudaError_t specstate_error = (call); specstate_error != cudaSuccess) [[unlikely]] \
+      ::specstate::cuda::throw_cuda(specstate_error, #call);                                     \
+  } while (0)
+
+inline cudaStream_t native(Stream stream) { return static_cast<cudaStream_t>(stream.handle); }
+
+/// What a launch needs to know of a GPU; read once a process.
+struct DeviceInfo {
+  int index = 0;
+  int major = 0, minor = 0;  // compute capability
+  int multiprocessors = 0;
+  int shared_bytes = 0;  // most dynamic shared memory of a block
+  int shared_bytes_multiprocessor = 0;
+  int l2_bytes = 0;
+};
+/// Of the current device (core::on_backend has made it the tensors' one).
+const DeviceInfo& device_info();
+
+/// Shape of a launch.
+struct Launch {
+  dim3 grid = 1, block = 1;
+  std::size_t shared = 0;  // bytes of dynamic shared memory; more than 48 KiB is asked for by itself
+  unsigned cluster = 1;    // blocks of a cluster along x
+  /// Programmatic dependent launch: the kernel may start while the one before it in the stream drains. Every thread of it must then call
+  /// ptx::wait_for_previous() before it reads what earlier work wrote, and before it writes anything at all.
+  bool overlap = false;
+};
+
+/// Enqueues kernel(args...); throws if the launch itself is refused. A grid of 0 blocks is no launch.
+template <class... Parameters, class... Arguments>
+void launch(void (*kernel)(Parameters...), const Launch& shape, Stream stream, Arguments&&... arguments) {
+  if (shape.grid.x == 0 || shape.grid.y == 0 || shape.grid.z == 0) return;
+  if (shape.shared > 48 * 1024)
+    SPECSTATE_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shape.shared)));
+  cudaLaunchAttribute attributes[2];
+  cudaLaunchConfig_t config{};
+  config.gridDim = shape.grid, config.blockDim = shape.block, config.dynamicSmemBytes = shape.shared, config.stream = native(stream);
+  config.attrs = attributes;
+  if (shape.overlap) {
+    cudaLaunchAttribute& a = attributes[config.numAttrs++];
+    a.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    a.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (shape.cluster > 1) {
+    cudaLaunchAttribute& a = attributes[config.numAttrs++];
+    a.id = cudaLaunchAttributeClusterDimension;
+    a.val.clusterDim.x = shape.cluster, a.val.clusterDim.y = a.val.clusterDim.z = 1;
+  }
+  SPECSTATE_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...));
+}
+
+/// How many blocks of `size` cover `n`; throws for more than a grid holds along x.
+inline unsigned blocks_for(long long n, long long size) {
+  const long long blocks = (n + size - 1) / size;
+  if (blocks > 0x7FFFFFFFll) throw Error(ErrorKind::kNotImplemented, "more blocks than a CUDA grid holds");
+  return static_cast<unsigned>(blocks);
+}
+
+}  // namespace specstate::cuda
