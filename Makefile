@@ -16,7 +16,7 @@ demo:  ## build the command line and generate text from the embedded model, spec
 	@cmake --build build/release
 	build/release/specstate generate --prompt "$(PROMPT)" --max-new-tokens 200 --mode dflash --check-lossless
 
-build:  ## everything that runs on a CPU, into build/release
+build:  ## everything, into build/release (with CUDA where nvcc is found)
 	@tools/bootstrap build test python
 	@$(call configure,release)
 	@cmake --build build/release
@@ -41,8 +41,11 @@ wheel:  ## the Python wheel, into dist/
 	@tools/bootstrap build python
 	@CMAKE_CXX_COMPILER_LAUNCHER=$(CCACHE) CMAKE_GENERATOR=Ninja .venv/bin/python3 tools/build_wheel.py
 
-gpu-test gpu-bench:
-	@echo "make $@: not in this version yet; the CUDA backends come later, everything here runs on the CPU" >&2; exit 2
+gpu-test: build  ## every CUDA test and the GPU sanitizers, on a machine with an NVIDIA GPU; recorded in tests/gpu/evidence.json
+	@.venv/bin/python3 tools/gpu_test.py $(TEST_FLAGS)
+
+gpu-bench:
+	@echo "make $@: not in this version yet" >&2; exit 2
 
 clean:  ## remove build/ (the virtual environment stays)
 	rm -rf build

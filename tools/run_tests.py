@@ -2,13 +2,15 @@
 """Runs every test of this machine and sums over all runners; the last line is `N passed, N failed, N skipped`.
 
 C++ tests are the GoogleTest binaries BUILD/tests/*_test, Python tests the files tests/python/test_*.py (the lint rules are among
-them). Each runs in its own process, one a core, and leaves a JUnit report and a log in BUILD/test-results. A crash, a
+them). CUDA tests (BUILD/gpu-tests/*_gpu_test, tests/gpu/test_*.py) run where a GPU is; where none is, a line says what is recorded of
+them in tests/gpu/evidence.json, and whether it is of these sources. Each runs in its own process, one a core, and leaves a JUnit report and a log in BUILD/test-results. A crash, a
 time-out and a binary without a test count as failures. A skip must start with a reason code of SKIP_LIMITS, and stay within its limit:
 a test that silently stopped running is a failure too.
 """
 
 import argparse
 import concurrent.futures
+import ctypes
 import json
 import os
 import pathlib
@@ -18,6 +20,9 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+from source_digest import digest  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -101,10 +106,33 @@ def refused_skips(results, limits):
     return problems
 
 
+def gpu_here():
+    try:
+        return ctypes.CDLL("libcuda.so.1").cuInit(0) == 0
+    except OSError:
+        return False
+
+
+def gpu_evidence(root=ROOT):
+    """What is known of the CUDA tests where they cannot run, a line a family. Old evidence is no failure, but it is said."""
+    try:
+        evidence = json.loads((root / "tests" / "gpu" / "evidence.json").read_text())
+    except (OSError, ValueError):
+        return ["gpu: not run here (no GPU), and nothing is recorded; run `make gpu-test` on a machine that has one"]
+    lines = []
+    for family, e in sorted(evidence.items()):
+        state = "of these sources" if e["source_digest"] == digest(family, root) else "of OLDER sources"
+        bad = sorted(f"{tool}: {found}" for tool, found in e["sanitizers"].items() if found != "clean")
+        sanitizers = "; ".join(bad) if bad else f"{len(e['sanitizers'])} sanitizers clean" if e["sanitizers"] else "no sanitizer run"
+        lines.append(f"gpu: not run here; recorded {e['date']} on {e['device']}, {state}: {family}: {e['passed']} passed, {e['failed']} failed, "
+                     f"{e['skipped']} skipped, {sanitizers}")
+    return lines
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--build", type=pathlib.Path, default=ROOT / "build" / "release")
-    parser.add_argument("--only", choices=["cpp", "python"], action="append", help="this runner alone")
+    parser.add_argument("--only", choices=["cpp", "python", "gpu"], action="append", help="this runner alone")
     parser.add_argument("--match", default="", help="only files whose name contains this")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--timeout", type=int, default=600, help="seconds for one file")
@@ -112,7 +140,7 @@ def main():
     parser.add_argument("--summary", type=pathlib.Path, help="also write the sums as JSON here")
     args = parser.parse_args()
     build = args.build.resolve()
-    runners = args.only or ["cpp", "python"]
+    runners = args.only or ["cpp", "python", *(["gpu"] if gpu_here() else [])]
     folder = build / "test-results"
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -124,6 +152,11 @@ def main():
     if "cpp" in runners:
         for path in sorted((build / "tests").glob("*_test")):
             tasks.append(("cpp/" + path.name, [str(path), "--gtest_output=xml:{report}", "--gtest_brief=1"]))
+    if "gpu" in runners:
+        for path in sorted((build / "gpu-tests").glob("*_gpu_test")):
+            tasks.append(("gpu/" + path.name, [str(path), "--gtest_output=xml:{report}", "--gtest_brief=1"]))
+        for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py")):
+            tasks.append(("gpu/" + path.stem, [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml={report}", str(path)]))
     tasks = [t for t in tasks if args.match in t[0]]
     if not tasks:
         print(f"run_tests: found no test in {build / 'tests'} and tests/python", file=sys.stderr)
@@ -168,6 +201,8 @@ def main():
         mine = [r for r in results if r.name.startswith(runner + "/")]
         print(f"{runner}: {sum(r.passed for r in mine)} passed, {sum(r.failed for r in mine)} failed, "
               f"{sum(len(r.skips) for r in mine)} skipped in {sum(r.seconds for r in mine):.0f} s of {len(mine)} processes")
+    if args.only is None and "gpu" not in runners:
+        print("\n".join(gpu_evidence()))
     passed, failed = sum(r.passed for r in results), sum(r.failed for r in results) + len(problems)
     if args.summary:
         args.summary.write_text(json.dumps({"passed": passed, "failed": failed, "skipped": skipped, "seconds": time.monotonic() - start}))

@@ -2,7 +2,7 @@
 """Prints the digest of the sources that a result of a family depends on: `tools/source_digest.py kda`.
 
 A recorded result (benchmark, GPU test, fuzzing run) carries the digest of its day; another digest today means that it is of older
-sources. Families: hisparse, kda, draft_kv, accept, matmul, engine. Prints the first 16 hex digits of a SHA-256.
+sources. Families: hisparse, kda, draft_kv, accept, matmul, engine, binding. Prints the first 16 hex digits of a SHA-256.
 """
 
 import argparse
@@ -12,8 +12,8 @@ import pathlib
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 OPERATIONS = ("hisparse", "kda", "draft_kv", "accept")
-FAMILIES = (*OPERATIONS, "matmul", "engine")
-SUFFIXES = {".hpp", ".in", ".cpp", ".cu", ".cuh"}
+FAMILIES = (*OPERATIONS, "matmul", "engine", "binding")
+SUFFIXES = {".hpp", ".in", ".cpp", ".cu", ".cuh", ".py"}
 
 
 def sources(family, root=ROOT):
@@ -23,12 +23,14 @@ def sources(family, root=ROOT):
         folders.append(f"src/{family}")
     if family == "engine":
         folders += [f"src/{name}" for name in (*OPERATIONS, "runtime")]
+    if family == "binding":
+        folders = ["src/core", "src/cuda", "include/specstate", "python/binding", "python/specstate"]
     others = set() if family == "engine" else {name for name in (*OPERATIONS, "runtime") if name != family}
     paths = [p for folder in folders for p in (root / folder).rglob("*") if p.suffix in SUFFIXES]
     paths.append(root / "cmake" / "flags.cmake")
     if family == "engine":
         paths += [p for p in (root / "models").rglob("*") if p.name in ("config.json", "model.safetensors")]
-    return sorted(p for p in paths if not (p.parent.name == "specstate" and any(p.stem.startswith(name) for name in others)))
+    return sorted(p for p in paths if not (p.parent == root / "include" / "specstate" and any(p.stem.startswith(name) for name in others)))
 
 
 def digest_of(paths, root=ROOT):

@@ -23,7 +23,7 @@ SPECSTATE_API void verify_greedy(const VerifyGreedyParams& params, Stream stream
 /// distribution, whatever was proposed. Proposal d = candidates[r, j+1] stands iff uniforms[r, j] * q(d) < p(d), strictly, with
 /// p = target_probs[r, j] and q = draft_probs[r, j]; at the first that falls the final token is drawn from max(p - q, 0), or from p
 /// where that has no mass; if all stand it is drawn from the last row of p. Draws are by inverse CDF in id order with
-/// uniforms[r, W-1], so an id without mass is never returned. Everything is computed in float64, sums in id order.
+/// uniforms[r, W-1], so an id without mass is never returned. Everything is computed in float64, sums in one fixed order.
 struct VerifyRejectionParams {
   TensorView candidates;    ///< [b, W] int32 or int64; ids outside [0, V) never stand
   TensorView draft_probs;   ///< [b, W-1, V] float32, float64, bfloat16 or float16; not given: each proposal has all the mass of its row
@@ -34,7 +34,8 @@ struct VerifyRejectionParams {
   TensorView out_tokens;    ///< out [b, W] same dtype as candidates: accepted proposals, the drawn token, zeros
 };
 /// Throws Error(kValue) naming the argument before anything is written, also for a row of p without any mass that is to be drawn
-/// from. b = 0 does nothing. Thread-safe.
+/// from. b = 0 does nothing. Thread-safe. CPU and CUDA; on CUDA a row that the CPU would refuse for what it holds gets accept_lens 0
+/// and zeros.
 SPECSTATE_API void verify_rejection(const VerifyRejectionParams& params, Stream stream = {});
 
 /// Confidence-scheduled verify lengths (DSpark's scheduler, DeepSeek 2026). confidences[r, k] is the drafter's estimate that proposal
@@ -53,7 +54,9 @@ struct PlanVerifyLengthsParams {
   TensorView max_lens;          ///< [b] int32 or int64 >= 1, optional: cap of verify_lens[r] (tokens left, for instance)
   TensorView verify_lens;       ///< out [b] int32, values 1..G+1
 };
-/// Throws Error(kValue) naming the argument before anything is written. b = 0 does nothing. CPU tensors. Thread-safe.
-SPECSTATE_API void plan_verify_lengths(const PlanVerifyLengthsParams& params);
+/// Throws Error(kValue) naming the argument before anything is written. b = 0 does nothing. Thread-safe. CPU and CUDA; on CUDA at most
+/// 16384 proposals in all, a row of max_lens < 1 gets verify_lens 0, confidences outside [0, 1] count as 1, and a table that is not
+/// ascending and positive gives some plan within the bounds.
+SPECSTATE_API void plan_verify_lengths(const PlanVerifyLengthsParams& params, Stream stream = {});
 
 }  // namespace specstate::accept

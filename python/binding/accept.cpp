@@ -33,7 +33,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(accept_verify_rejection, [](In candidates, Opt dra
 });
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(accept_plan_verify_lengths, [](In confidences, Opt lagged_confidences, Opt probe_tokens, Opt steps_per_second,
-                                                             Opt max_lens, In verify_lens) {
+                                                             Opt max_lens, In verify_lens, std::int64_t s) {
   guard([&] {
     accept::PlanVerifyLengthsParams p;
     p.confidences = view("confidences", confidences);
@@ -42,7 +42,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(accept_plan_verify_lengths, [](In confidences, Opt
     p.steps_per_second = view("steps_per_second", steps_per_second);
     p.max_lens = view("max_lens", max_lens);
     p.verify_lens = view("verify_lens", verify_lens);
-    accept::plan_verify_lengths(p);
+    accept::plan_verify_lengths(p, stream(s));
   });
 });
 

@@ -69,7 +69,7 @@ def verify_rejection(candidates, draft_probs, target_probs, uniforms, *, verify_
 
 
 def plan_verify_lengths(
-    confidences, probe_tokens=None, steps_per_second=None, *, lagged_confidences=None, max_lens=None, out=None
+    confidences, probe_tokens=None, steps_per_second=None, *, lagged_confidences=None, max_lens=None, out=None, stream=None
 ):
     """Confidence-scheduled verify lengths (DSpark's scheduler, DeepSeek 2026), which never look ahead.
 
@@ -94,5 +94,6 @@ def plan_verify_lengths(
         array_in("steps_per_second", steps_per_second),
         array_in("max_lens", max_lens),
         array_out("verify_lens", out),
+        stream_handle(stream, confidences),
     )
     return out

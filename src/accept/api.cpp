@@ -5,20 +5,26 @@
 
 namespace specstate::accept {
 
-void verify_greedy(const VerifyGreedyParams& params, Stream stream) {
-  const VerifyGreedyArgs args = check(params);
+namespace {
+
+template <class Args>
+void dispatch(const char* op, const Device& device, const Args& args, Stream stream) {
   core::on_backend(
-      "verify_greedy", params.candidates.device, [&] { cpu::run(args, stream); }, [&] { cuda::run(args, stream); });
+      op, device, [&] { cpu::run(args, stream); }, [&] { cuda::run(args, stream); });
+}
+
+}  // namespace
+
+void verify_greedy(const VerifyGreedyParams& params, Stream stream) {
+  dispatch("verify_greedy", params.candidates.device, check(params), stream);
 }
 
 void verify_rejection(const VerifyRejectionParams& params, Stream stream) {
-  const VerifyRejectionArgs args = check(params);
-  core::on_backend("verify_rejection", params.candidates.device, [&] { cpu::run(args, stream); });
+  dispatch("verify_rejection", params.candidates.device, check(params), stream);
 }
 
-void plan_verify_lengths(const PlanVerifyLengthsParams& params) {
-  const PlanVerifyLengthsArgs args = check(params);
-  core::on_backend("plan_verify_lengths", params.confidences.device, [&] { cpu::run(args); });
+void plan_verify_lengths(const PlanVerifyLengthsParams& params, Stream stream) {
+  dispatch("plan_verify_lengths", params.confidences.device, check(params), stream);
 }
 
 }  // namespace specstate::accept

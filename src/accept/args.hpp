@@ -40,11 +40,13 @@ struct PlanVerifyLengthsArgs {
 namespace cpu {
 void run(const VerifyGreedyArgs& args, Stream stream);
 void run(const VerifyRejectionArgs& args, Stream stream);
-void run(const PlanVerifyLengthsArgs& args);
+void run(const PlanVerifyLengthsArgs& args, Stream stream);
 }  // namespace cpu
 
 namespace cuda {
 void run(const VerifyGreedyArgs& args, Stream stream);
+void run(const VerifyRejectionArgs& args, Stream stream);
+void run(const PlanVerifyLengthsArgs& args, Stream stream);
 }  // namespace cuda
 
 }  // namespace specstate::accept

@@ -36,9 +36,6 @@ void greedy(const VerifyGreedyArgs& x) {
   }
 }
 
-/// NaN and negative numbers are no mass.
-double mass(double x) { return x > 0 ? x : 0; }
-
 /// A row of probabilities, `n` ids from element `offset` on, as masses in float64.
 void load_masses(const TensorView& t, std::int64_t offset, std::int64_t n, double* to) {
   const std::int64_t stride = t.strides[2];
@@ -52,16 +49,15 @@ void load_masses(const TensorView& t, std::int64_t offset, std::int64_t n, doubl
 
 /// Inverse CDF in id order: the first id whose cumulative weight exceeds u * total, -1 if there is no weight. Negative weights are none.
 std::int64_t draw(const std::vector<double>& weights, double u) {
-  double total = 0;
-  for (const double w : weights)
-    if (w > 0) total += w;
-  const double threshold = u * total;
-  double sum = 0;
+  RunningSum total, sum;
+  for (const double w : weights) total.add(mass(w));
+  const double threshold = u * total.value();
   std::int64_t last = -1;
   for (std::size_t id = 0; id < weights.size(); ++id) {
+    const double below = sum.add(mass(weights[id]));
     if (!(weights[id] > 0)) continue;
     last = static_cast<std::int64_t>(id);
-    if ((sum += weights[id]) > threshold) break;
+    if (below > threshold) break;
   }
   return last;  // the last with weight where u * total was rounded up to the total
 }
@@ -134,8 +130,6 @@ void run(const VerifyRejectionArgs& x, Stream) {
 
 namespace {
 
-constexpr double kLeastSurvival = 1e-6;
-
 struct Entry {
   double survival;
   std::int64_t proposal, row;
@@ -172,11 +166,12 @@ std::vector<Entry> ranked(const PlanVerifyLengthsArgs& x, const TensorView& conf
 std::int64_t budget(const PlanVerifyLengthsArgs& x) {
   const std::vector<Entry> entries = ranked(x, x.lagged);
   std::int64_t probe = 0, best = 0;
-  double tokens = static_cast<double>(x.batch), best_rate = -1;
+  double best_rate = -1;
+  RunningSum expected;
   for (std::int64_t m = 0; m <= static_cast<std::int64_t>(entries.size()); ++m) {
-    if (m > 0) tokens += entries[m - 1].survival;
+    if (m > 0) expected.add(entries[m - 1].survival);
     while (probe + 1 < x.probes && core::load_index(x.probe_tokens, probe + 1) <= x.batch + m) ++probe;
-    const double rate = tokens * real_at(x.speed, probe * x.speed.strides[0]);
+    const double rate = (static_cast<double>(x.batch) + expected.value()) * real_at(x.speed, probe * x.speed.strides[0]);
     if (rate > best_rate) best_rate = rate, best = m;  // the cost is a staircase: look at every m, not only to the first descent
   }
   return best;
@@ -184,7 +179,7 @@ std::int64_t budget(const PlanVerifyLengthsArgs& x) {
 
 }  // namespace
 
-void run(const PlanVerifyLengthsArgs& x) {
+void run(const PlanVerifyLengthsArgs& x, Stream) {
   std::vector<std::int32_t> lens(x.batch, 1);
   if (x.probes == 0) {  // nothing is known of the cost: verify everything
     for (std::int64_t r = 0; r < x.batch; ++r) lens[r] = static_cast<std::int32_t>(1 + choosable(x, r));

@@ -1,8 +1,11 @@
-// Acceptance on the GPU. Everything here is a few microseconds of work on tensors that the step before left in L2, so each call is one
-// launch, and what it decides equals the CPU's to the bit. A row that the CPU would refuse for what it holds (a length outside 1..W) is
-// a padding row here: its length is 0, its tokens are 0.
+// Acceptance on the GPU. What it decides equals the CPU's to the bit: the same comparisons on the same float64 values, sums in the same
+// order (RunningSum of layout.hpp, whose blocks and groups are summed by different threads here). A row that the CPU would refuse for
+// what it holds is a padding row: length 0, tokens 0. One launch a call; every output is written.
+#include <string>
+
 #include "accept/args.hpp"
 #include "accept/layout.hpp"
+#include "core/match.hpp"
 #include "cuda/launch.hpp"
 #include "cuda/ptx.cuh"
 
@@ -14,15 +17,19 @@ using specstate::cuda::launch;
 
 namespace {
 
-constexpr int kWarp = 32, kWarps = 4;
+constexpr int kWarp = 32;
+
+// ------------------------------------------------------------------------------------------------------------------- greedy
+
+constexpr int kGreedyWarps = 4;
 
 /// A warp a row. Lane i looks at columns i, i + 32, ...: a ballot finds the first proposal that falls, then the row is written whole.
 template <class Token>
-__global__ void __launch_bounds__(kWarp* kWarps) greedy(const VerifyGreedyArgs x) {
+__global__ void __launch_bounds__(kWarp* kGreedyWarps) greedy(const VerifyGreedyArgs x) {
   ptx::wait_for_previous();
   ptx::let_next_start();
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  const std::int64_t r = std::int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarp;
+  const std::int64_t r = std::int64_t{blockIdx.x} * kGreedyWarps + threadIdx.x / kWarp;
   if (r >= x.batch) return;
   const Token* c = static_cast<const Token*>(x.candidates) + r * x.candidates_stride[0];
   const Token* t = static_cast<const Token*>(x.target_argmax) + r * x.target_stride[0];
@@ -52,11 +59,346 @@ __global__ void __launch_bounds__(kWarp* kWarps) greedy(const VerifyGreedyArgs x
   if (lane == 0) x.accept_lens[r * x.accept_stride] = static_cast<std::int32_t>(a + 1);
 }
 
+// ---------------------------------------------------------------------------------------------------------------- rejection
+
+constexpr int kThreads = 256;
+constexpr std::int64_t kTile = kThreads * kSumBlock;  // ids that a block of threads sums at a time, a sum block a thread
+constexpr int kPitch = kSumBlock + 1;                 // a sum block in shared memory: no two threads on one bank
+constexpr int kMaxGroups = 4096;                      // of a row: 16.7 million ids
+constexpr std::int64_t kGroupsOfTile = kTile / kSumGroup;
+constexpr std::size_t kTileBytes = sizeof(double) * kThreads * kPitch;
+
+struct RejectionShared {
+  double group[kMaxGroups];  // in the first block of the cluster: sums of the groups of the row
+  double block[kThreads];
+  double threshold, before;  // of the draw; the sum of what stands before the group in hand
+  std::int64_t accepted;     // proposals that stand, -1: a padding row
+  std::int64_t proposal;     // the one that fell
+  std::int64_t token;
+  int last;  // in the first block: the last id with mass, -1: none
+  int drawn_group;
+  bool fell;
+};
+
+/// Does proposal j + 1 fall?
+__device__ bool falls(const VerifyRejectionArgs& x, std::int64_t r, std::int64_t j) {
+  const std::int64_t d = index_at(x.candidates, element_offset(x.candidates, r, j + 1));
+  if (d < 0 || d >= x.vocab) return true;
+  const auto probability = [&](const TensorView& t) { return mass(real_at(t, element_offset(t, r, j) + d * t.strides[2])); };
+  const double q = x.draft_probs.given() ? probability(x.draft_probs) : 1;
+  return !(real_at(x.uniforms, element_offset(x.uniforms, r, j)) * q < probability(x.target_probs));
+}
+
+/// One warp: how many proposals of row r stand.
+__device__ void judge(const VerifyRejectionArgs& x, std::int64_t r, RejectionShared& s) {
+  const int lane = static_cast<int>(threadIdx.x);
+  const std::int64_t width = x.verify_lens.given() ? index_at(x.verify_lens, r * x.verify_lens.strides[0]) : x.width;
+  bool bad = width < 1 || width > x.width;
+  for (std::int64_t j = lane; j < x.width; j += kWarp) {
+    const double u = real_at(x.uniforms, element_offset(x.uniforms, r, j));
+    bad = bad || !(u >= 0 && u <= 1);
+  }
+  const bool padding = __any_sync(~0u, bad);
+  std::int64_t a = padding ? -1 : width - 1;
+  bool fell = false;
+  for (std::int64_t begin = 0; begin + 1 < width && !padding && !fell; begin += kWarp) {
+    const unsigned fallen = __ballot_sync(~0u, begin + lane + 1 < width && falls(x, r, begin + lane));
+    if (fallen) a = begin + __ffs(static_cast<int>(fallen)) - 1, fell = true;
+  }
+  if (lane == 0) {
+    s.accepted = a, s.fell = fell, s.token = -1;
+    s.proposal = fell ? index_at(x.candidates, element_offset(x.candidates, r, a + 1)) : -1;
+  }
+}
+
+/// Masses of `t` at `count` ids from `begin` on, added to the tile with this sign; neighbouring threads take neighbouring ids.
+template <class T>
+__device__ __forceinline__ void add_masses(const T* row, std::int64_t stride, std::int64_t begin, int count, double sign, bool first,
+                                           double* tile) {
+#pragma unroll 16
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += kThreads) {
+    double m;
+    if constexpr (sizeof(T) == 2)
+      m = mass(core::to_float(row[(begin + i) * stride]));
+    else
+      m = mass(row[(begin + i) * stride]);
+    double& to = tile[i / kSumBlock * kPitch + i % kSumBlock];
+    to = first ? m : to + sign * m;
+  }
+}
+__device__ void add_masses(const TensorView& t, std::int64_t offset, std::int64_t begin, int count, double sign, bool first, double* tile) {
+  const std::int64_t stride = t.strides[2];
+  switch (t.dtype) {
+    case DType::kFloat64: return add_masses(t.as<double>() + offset, stride, begin, count, sign, first, tile);
+    case DType::kBFloat16: return add_masses(t.as<core::bfloat16>() + offset, stride, begin, count, sign, first, tile);
+    case DType::kFloat16: return add_masses(t.as<core::float16>() + offset, stride, begin, count, sign, first, tile);
+    default: return add_masses(t.as<float>() + offset, stride, begin, count, sign, first, tile);
+  }
+}
+
+/// The weights that are drawn from, of ids begin.. as one tile (each thread gets the sum of its block in s.block): the target's masses,
+/// or what is left of them when the drafter's are taken away. Returns the last id with weight that this thread saw, or -1.
+__device__ int weigh(const VerifyRejectionArgs& x, std::int64_t r, bool residual, std::int64_t begin, int count, double* tile,
+                     RejectionShared& s) {
+  const int thread = static_cast<int>(threadIdx.x);
+  __syncthreads();  // the tile is free
+  add_masses(x.target_probs, element_offset(x.target_probs, r, s.accepted), begin, count, 1, true, tile);
+  if (residual && x.draft_probs.given())
+    add_masses(x.draft_probs, element_offset(x.draft_probs, r, s.accepted), begin, count, -1, false, tile);
+  __syncthreads();
+  if (residual && !x.draft_probs.given() && thread == 0 && s.proposal >= begin && s.proposal < begin + count) {
+    const int i = static_cast<int>(s.proposal - begin);
+    tile[i / kSumBlock * kPitch + i % kSumBlock] -= 1;
+  }
+  __syncthreads();
+  double sum = 0;
+  int last = -1;
+  const int mine = min(static_cast<int>(kSumBlock), count - thread * static_cast<int>(kSumBlock));
+  for (int i = 0; i < mine; ++i) {
+    const double w = mass(tile[thread * kPitch + i]);
+    if (w > 0) last = static_cast<int>(begin) + thread * static_cast<int>(kSumBlock) + i;
+    sum += w;
+  }
+  s.block[thread] = sum;
+  __syncthreads();
+  return last;
+}
+
+/// A cluster a row. Every block finds by itself how many proposals stand (a few loads), then takes tiles of the row that is drawn from;
+/// the sums of the groups meet in the first block's shared memory. It finds the group where the draw falls, weighs that once more,
+/// and walks its 64 blocks and the 64 ids of one of them. How many blocks share a row changes no bit.
+__global__ void __launch_bounds__(kThreads) rejection(const VerifyRejectionArgs x, int cluster) {
+  extern __shared__ double tile[];
+  __shared__ RejectionShared s;
+  ptx::wait_for_previous();
+  ptx::let_next_start();
+  const int thread = static_cast<int>(threadIdx.x);
+  const std::int64_t r = blockIdx.x / static_cast<unsigned>(cluster);
+  const auto rank = blockIdx.x % static_cast<unsigned>(cluster);
+  RejectionShared* first = ptx::in_block(&s, 0);
+  const int groups = static_cast<int>((x.vocab + kSumGroup - 1) / kSumGroup);
+  if (thread < kWarp) judge(x, r, s);
+  __syncthreads();
+
+  for (int pass = 0; pass < 2 && s.accepted >= 0; ++pass) {  // a residual without mass: a second pass over the target itself
+    const bool residual = s.fell && pass == 0;
+    if (thread == 0) s.last = -1;
+    ptx::cluster_sync();
+    for (std::int64_t begin = rank * kTile; begin < x.vocab; begin += cluster * kTile) {
+      const int count = static_cast<int>(min(static_cast<std::int64_t>(kTile), x.vocab - begin));
+      const int last = __reduce_max_sync(~0u, weigh(x, r, residual, begin, count, tile, s));
+      if (thread % kWarp == 0 && last >= 0) atomicMax(&first->last, last);
+      if (thread < kGroupsOfTile && begin + thread * kSumGroup < x.vocab) {
+        double sum = 0;
+        for (int b = 0; b < 64; ++b) sum += s.block[thread * 64 + b];  // blocks beyond the row are 0
+        first->group[begin / kSumGroup + thread] = sum;
+      }
+    }
+    ptx::cluster_sync();
+    const int last = first->last;
+    if (rank == 0 && last >= 0) {
+      if (thread == 0) {
+        double total = 0;
+        for (int g = 0; g < groups; ++g) total += s.group[g];
+        s.threshold = real_at(x.uniforms, element_offset(x.uniforms, r, x.width - 1)) * total;
+        s.before = 0, s.drawn_group = -1, s.token = last;  // u * total rounded up to the total: the last with mass
+        for (int g = 0; g < groups && s.drawn_group < 0; ++g)
+          if (s.before + s.group[g] > s.threshold)
+            s.drawn_group = g;
+          else
+            s.before += s.group[g];
+      }
+      __syncthreads();
+      if (s.drawn_group >= 0) {
+        const std::int64_t begin = s.drawn_group * kSumGroup;
+        weigh(x, r, residual, begin, static_cast<int>(min(static_cast<std::int64_t>(kSumGroup), x.vocab - begin)), tile, s);
+        if (thread == 0) {
+          double blocks = 0;
+          int b = 0;
+          while (!(s.before + (blocks + s.block[b]) > s.threshold)) blocks += s.block[b++];
+          double ids = mass(tile[b * kPitch]);
+          int i = 0;
+          while (!(s.before + (blocks + ids) > s.threshold)) ids += mass(tile[b * kPitch + ++i]);
+          s.token = begin + b * kSumBlock + i;
+        }
+      }
+    }
+    ptx::cluster_sync();  // the first block's shared memory is read to the end
+    if (last >= 0 || !residual) break;
+  }
+
+  __syncthreads();
+  if (rank != 0) return;
+  const bool written = s.accepted >= 0 && s.token >= 0;
+  for (std::int64_t j = thread; j < x.width; j += kThreads) {
+    std::int64_t token = 0;
+    if (written && j < s.accepted) token = index_at(x.candidates, element_offset(x.candidates, r, j + 1));
+    if (written && j == s.accepted) token = s.token;
+    const std::int64_t at = element_offset(x.out_tokens, r, j);
+    if (x.out_tokens.dtype == DType::kInt64)
+      x.out_tokens.as<std::int64_t>()[at] = token;
+    else
+      x.out_tokens.as<std::int32_t>()[at] = static_cast<std::int32_t>(token);
+  }
+  if (thread == 0) x.accept_lens.as<std::int32_t>()[r * x.accept_lens.strides[0]] = written ? static_cast<std::int32_t>(s.accepted + 1) : 0;
+}
+
+// ------------------------------------------------------------------------------------------------------------- verify lengths
+
+constexpr int kPlanThreads = 1024, kMaxEntries = 16384;
+
+/// Entries of all rows in shared memory, ranked by a bitonic sort: key = the survival's bits, falling (beyond the cap: the largest key),
+/// place = proposal * batch + row breaks ties.
+struct Ranks {
+  std::uint64_t* key;
+  std::uint32_t* place;
+  int capacity;  // a power of two
+
+  __device__ double survival(int i) const { return __longlong_as_double(static_cast<long long>(~key[i])); }
+};
+
+/// Returns how many entries are choosable.
+__device__ int rank(const PlanVerifyLengthsArgs& x, const TensorView& confidences, const Ranks& e, int* count) {
+  const int thread = static_cast<int>(threadIdx.x);
+  __syncthreads();
+  if (thread == 0) *count = 0;
+  for (int i = thread; i < e.capacity; i += kPlanThreads) e.key[i] = ~0ull, e.place[i] = ~0u;
+  __syncthreads();
+  for (std::int64_t r = thread; r < x.batch; r += kPlanThreads) {
+    std::int64_t limit = x.proposals;
+    if (x.max_lens.given()) limit = min(limit, index_at(x.max_lens, r * x.max_lens.strides[0]) - 1);
+    double survival = 1;
+    std::int64_t k = 0;
+    for (; k < limit; ++k) {
+      const double c = confidences.given() ? real_at(confidences, element_offset(confidences, r, k)) : 1.0;
+      if (c >= 0 && c <= 1) survival *= c;  // unknown: 1
+      if (survival < kLeastSurvival) break;
+      const auto place = static_cast<std::uint32_t>(k * x.batch + r);
+      e.key[place] = ~static_cast<std::uint64_t>(__double_as_longlong(survival)), e.place[place] = place;
+    }
+    if (k > 0) atomicAdd(count, static_cast<int>(k));
+  }
+  for (int size = 2; size <= e.capacity; size *= 2)
+    for (int step = size / 2; step > 0; step /= 2) {
+      __syncthreads();
+      for (int t = thread; t < e.capacity / 2; t += kPlanThreads) {
+        const int i = 2 * t - (t & (step - 1)), j = i + step;
+        const bool greater = e.key[i] != e.key[j] ? e.key[i] > e.key[j] : e.place[i] > e.place[j];
+        if (greater == ((i & size) == 0)) {
+          const std::uint64_t key = e.key[i];
+          const std::uint32_t place = e.place[i];
+          e.key[i] = e.key[j], e.place[i] = e.place[j], e.key[j] = key, e.place[j] = place;
+        }
+      }
+    }
+  __syncthreads();
+  return *count;
+}
+
+/// The m of the highest (batch + sum of the m best) * speed(batch + m), the smallest of equals. A sum block a thread.
+__device__ int budget(const PlanVerifyLengthsArgs& x, const Ranks& e, int entries, double* block, double* rates, int* counts) {
+  const int thread = static_cast<int>(threadIdx.x);
+  constexpr int kBlock = static_cast<int>(kSumBlock);
+  const int begin = thread * kBlock, end = min(begin + kBlock, entries);
+  if (begin < kMaxEntries) {
+    double sum = 0;
+    for (int i = begin; i < end; ++i) sum += e.survival(i);
+    block[thread] = sum;
+  }
+  __syncthreads();
+  double best_rate = -1;
+  int best = 0;
+  const auto speed = [&](std::int64_t probe) { return real_at(x.speed, probe * x.speed.strides[0]); };
+  const auto tokens = [&](std::int64_t probe) { return index_at(x.probe_tokens, probe * x.probe_tokens.strides[0]); };
+  if (thread == 0 || begin < entries) {
+    double groups = 0, blocks = 0, terms = 0;
+    for (int b = 0; b < thread; ++b) {
+      blocks += block[b];
+      if ((b + 1) % 64 == 0) groups += blocks, blocks = 0;
+    }
+    std::int64_t probe = 0;
+    for (std::int64_t low = 1, high = x.probes; low < high;) {  // the last probe <= batch + begin
+      const std::int64_t middle = (low + high) / 2;
+      if (tokens(middle) <= x.batch + begin) {
+        probe = middle, low = middle + 1;
+      } else {
+        high = middle;
+      }
+    }
+    for (int m = thread == 0 ? 0 : begin + 1; m <= end; ++m) {
+      if (m > 0) terms += e.survival(m - 1);
+      while (probe + 1 < x.probes && tokens(probe + 1) <= x.batch + m) ++probe;
+      const double rate = (static_cast<double>(x.batch) + (groups + (blocks + terms))) * speed(probe);
+      if (rate > best_rate) best_rate = rate, best = m;
+    }
+  }
+  rates[thread] = best_rate, counts[thread] = best;
+  for (int step = kPlanThreads / 2; step > 0; step /= 2) {
+    __syncthreads();
+    if (thread < step &&
+        (rates[thread + step] > rates[thread] || (rates[thread + step] == rates[thread] && counts[thread + step] < counts[thread])))
+      rates[thread] = rates[thread + step], counts[thread] = counts[thread + step];
+  }
+  __syncthreads();
+  return counts[0];
+}
+
+/// One block: the whole batch competes for one budget.
+__global__ void __launch_bounds__(kPlanThreads) plan(const PlanVerifyLengthsArgs x, int capacity) {
+  extern __shared__ std::uint64_t entries[];
+  __shared__ double block[kMaxEntries / kSumBlock], rates[kPlanThreads];
+  __shared__ int counts[kPlanThreads], count;
+  ptx::wait_for_previous();
+  ptx::let_next_start();
+  const int thread = static_cast<int>(threadIdx.x);
+  const Ranks e{entries, reinterpret_cast<std::uint32_t*>(entries + capacity), capacity};
+  auto* lens = x.verify_lens.as<std::int32_t>();
+  for (std::int64_t r = thread; r < x.batch; r += kPlanThreads) {
+    const std::int64_t cap = x.max_lens.given() ? index_at(x.max_lens, r * x.max_lens.strides[0]) : x.proposals + 1;
+    lens[r * x.verify_lens.strides[0]] = cap < 1 ? 0 : x.probes == 0 ? static_cast<std::int32_t>(min(cap, x.proposals + 1)) : 1;
+  }
+  if (x.probes == 0) return;  // nothing is known of the cost: everything is verified
+  const int m = budget(x, e, rank(x, x.lagged, e, &count), block, rates, counts);
+  const int chosen = min(m, rank(x, x.confidences, e, &count));
+  for (int i = thread; i < chosen; i += kPlanThreads) {  // a row's share is a prefix: its farthest proposal tells
+    const auto r = static_cast<std::int64_t>(e.place[i]) % x.batch, k = static_cast<std::int64_t>(e.place[i]) / x.batch;
+    atomicMax(&lens[r * x.verify_lens.strides[0]], static_cast<int>(k + 2));
+  }
+}
+
 }  // namespace
 
 void run(const VerifyGreedyArgs& args, Stream stream) {
   launch(args.is_int64 ? greedy<std::int64_t> : greedy<std::int32_t>,
-         {.grid = blocks_for(args.batch, kWarps), .block = kWarp * kWarps, .overlap = true}, stream, args);
+         {.grid = blocks_for(args.batch, kGreedyWarps), .block = kWarp * kGreedyWarps, .overlap = true}, stream, args);
+}
+
+void run(const VerifyRejectionArgs& args, Stream stream) {
+  if (args.vocab > kMaxGroups * kSumGroup)
+    core::throw_not_implemented("verify_rejection: target_probs: expected at most " + std::to_string(kMaxGroups * kSumGroup) +
+                                " ids on CUDA, got " + std::to_string(args.vocab) + ".");
+  // As many blocks a row as fill the GPU, and as the row has tiles.
+  int cluster = 1;
+  while (cluster < 8 && 2 * cluster * args.batch <= specstate::cuda::device_info().multiprocessors && cluster * kTile < args.vocab)
+    cluster *= 2;
+  launch(rejection,
+         {.grid = blocks_for(args.batch * cluster, 1),
+          .block = kThreads,
+          .shared = kTileBytes,
+          .cluster = static_cast<unsigned>(cluster),
+          .overlap = true},
+         stream, args, cluster);
+}
+
+void run(const PlanVerifyLengthsArgs& args, Stream stream) {
+  const std::int64_t n = args.batch * args.proposals;
+  if (args.probes > 0 && n > kMaxEntries)
+    core::throw_not_implemented("plan_verify_lengths: confidences: expected at most " + std::to_string(kMaxEntries) +
+                                " proposals on CUDA, got " + std::to_string(n) + ".");
+  int capacity = 2;
+  while (capacity < n && capacity < kMaxEntries) capacity *= 2;
+  launch(plan, {.grid = args.batch > 0 ? 1u : 0u, .block = kPlanThreads, .shared = capacity * std::size_t{12}, .overlap = true}, stream,
+         args, capacity);
 }
 
 }  // namespace specstate::accept::cuda

@@ -28,4 +28,34 @@ SPECSTATE_HD inline double real_at(const TensorView& t, std::int64_t offset) {
   }
 }
 
+/// NaN and negative numbers are no mass.
+SPECSTATE_HD inline double mass(double x) { return x > 0 ? x : 0; }
+
+/// How long sums run, of masses in id order and of survivals in order of rank: in blocks of 64 terms and groups of 64 blocks. The sum up
+/// to a term is groups before + (blocks before in its group + the terms of its block, one by one). It never falls, and each part can be
+/// summed by another thread to the same bits.
+inline constexpr std::int64_t kSumBlock = 64, kSumGroup = 64 * kSumBlock;
+
+class RunningSum {
+ public:
+  /// The sum up to and including x.
+  SPECSTATE_HD double add(double x) {
+    if (n_ % kSumBlock == 0) {
+      blocks_ += terms_, terms_ = 0;
+      if (n_ % kSumGroup == 0) groups_ += blocks_, blocks_ = 0;
+    }
+    ++n_;
+    terms_ += x;
+    return value();
+  }
+  SPECSTATE_HD double value() const { return groups_ + (blocks_ + terms_); }
+
+ private:
+  double groups_ = 0, blocks_ = 0, terms_ = 0;
+  std::int64_t n_ = 0;
+};
+
+/// Survivals below this are never chosen for verification.
+inline constexpr double kLeastSurvival = 1e-6;
+
 }  // namespace specstate::accept

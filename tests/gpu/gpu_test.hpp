@@ -11,6 +11,7 @@
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <initializer_list>
@@ -35,6 +36,9 @@ inline bool gpu_here() {
 }
 #define SPECSTATE_NEEDS_GPU() \
   if (!::specstate::gpu_test::gpu_here()) GTEST_SKIP() << "needs-gpu: the CUDA runtime sees no GPU"
+
+/// True where a slow tool watches (tools/gpu_test.py runs compute-sanitizer so): keep the tests' shapes small.
+inline bool small() { return std::getenv("SPECSTATE_GPU_SMALL") != nullptr; }
 
 enum class Where { kHost, kDevice };
 

@@ -1,6 +1,7 @@
 """tools/run_tests.py: what it counts, and which skips it refuses."""
 
 import importlib.util
+import json
 import os
 import pathlib
 import sys
@@ -43,6 +44,22 @@ def test_a_skip_without_a_reason_that_is_allowed_is_refused(tmp_path, message):
 @pytest.mark.parametrize("text, status", [(report(""), 1), (report(), 0), ("<testsuites>", 0)])
 def test_a_crash_no_test_and_a_broken_report_are_failures(tmp_path, text, status):
     assert result_of(tmp_path, text, status).failed == 1
+
+
+def test_what_is_said_of_gpu_tests_where_there_is_no_gpu(tmp_path):
+    assert "nothing is recorded" in run_tests.gpu_evidence(tmp_path)[0]
+    for folder in ("cmake", "src/kda", "src/accept", "tests/gpu"):
+        (tmp_path / folder).mkdir(parents=True)
+    for file in ("cmake/flags.cmake", "src/kda/cuda.cu", "src/accept/cuda.cu"):
+        (tmp_path / file).write_text("one\n")
+    entry = {"device": "NVIDIA H200", "driver": "580", "date": "2026-11-30", "passed": 4, "failed": 0, "skipped": 1}
+    (tmp_path / "tests/gpu/evidence.json").write_text(json.dumps({
+        "kda": {**entry, "source_digest": run_tests.digest("kda", tmp_path), "sanitizers": {"memcheck": "clean", "racecheck": "2 errors"}},
+        "accept": {**entry, "source_digest": run_tests.digest("accept", tmp_path), "sanitizers": {"memcheck": "clean"}}}))  # fmt: skip
+    (tmp_path / "src/kda/cuda.cu").write_text("two\n")
+    accept, kda = run_tests.gpu_evidence(tmp_path)
+    assert accept.endswith("of these sources: accept: 4 passed, 0 failed, 1 skipped, 1 sanitizers clean")
+    assert kda.endswith("of OLDER sources: kda: 4 passed, 0 failed, 1 skipped, racecheck: 2 errors")
 
 
 def test_a_time_out_is_a_failure(tmp_path):

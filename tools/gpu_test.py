@@ -1,0 +1,179 @@
+#!/usr/bin/env python3
+"""Every CUDA test, on a machine with an NVIDIA GPU, and the evidence of it in tests/gpu/evidence.json.
+
+    tools/gpu_test.py [--only NAME] [--no-sanitizers] [--evidence FILE]
+    tools/gpu_test.py --pack FOLDER       what a bare GPU machine needs, copied from this checkout's build; there, in FOLDER:
+                                          python3 tools/gpu_test.py
+
+Runs the binaries build/release/gpu-tests/*_gpu_test and the files tests/gpu/test_*.py (the latter need torch), then each binary again
+under compute-sanitizer's four tools on small shapes (SPECSTATE_GPU_SMALL=1), after each tool has found a planted fault.
+A family's evidence names the digest of the sources that the build was made from; `make test` says whether it is still theirs.
+The last line is `N passed, N failed, N skipped`.
+"""
+
+import argparse
+import concurrent.futures
+import datetime
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+from run_tests import run_one  # noqa: E402
+
+BUILD = ROOT / "build" / "release"
+EVIDENCE = ROOT / "tests" / "gpu" / "evidence.json"
+FAMILIES = ("hisparse", "kda", "draft_kv", "accept")
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+
+
+def family_of(name):
+    """hisparse_swap_gpu_test -> hisparse, test_kda_gpu -> kda; what belongs to no family is the binding's."""
+    name = name.removeprefix("test_")
+    return next((f for f in FAMILIES if name.startswith(f)), "binding")
+
+
+def environment():
+    """The package of this tree; libraries that the machine lacks lie beside ours."""
+    lib = str(BUILD / "lib")
+    e = dict(os.environ, PYTHONDONTWRITEBYTECODE="1", SPECSTATE_LIBRARY_PATH=lib)
+    e["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, [lib, e.get("LD_LIBRARY_PATH")]))
+    e["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "python"), e.get("PYTHONPATH")]))
+    return e
+
+
+def describe_gpu():
+    try:
+        out = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True).stdout
+        name, driver = out.splitlines()[0].split(", ")
+        return {"device": name, "driver": driver}
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def sanitizer():
+    return shutil.which("compute-sanitizer") or next((str(p) for p in [pathlib.Path("/usr/local/cuda/bin/compute-sanitizer")] if p.exists()), None)
+
+
+def sanitize(tool, program, results, timeout):
+    """Errors that the tool reports in the program, None if it gave no verdict; and the log."""
+    log = results / f"{program.name}.{tool}.log"
+    command = [sanitizer(), "--tool", tool, "--error-exitcode", "0", "--print-limit", "20", *([] if tool != "memcheck" else ["--leak-check", "no"])]
+    command += [str(program)] + ([tool] if program.name == "planted_fault" else ["--gtest_brief=1"])
+    with open(log, "wb") as out:
+        try:
+            subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=dict(environment(), SPECSTATE_GPU_SMALL="1"), timeout=timeout)
+        except subprocess.TimeoutExpired:
+            out.write(b"\ngpu_test: ran past its limit\n")
+    text = log.read_text(errors="replace")
+    found = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", text)
+    failed = re.search(r"\[  FAILED  \]|ran past its limit", text)
+    return (None if not found or failed else sum(map(int, found))), log
+
+
+def pack(folder):
+    """The parts of a checkout that a bare GPU machine needs, at their places."""
+    folder.mkdir(parents=True, exist_ok=True)
+    ours = [BUILD / "specstate", BUILD / "source_digests.json", *sorted((BUILD / "gpu-tests").glob("*"))]
+    ours += [ROOT / "tools" / n for n in ("gpu_test.py", "run_tests.py", "source_digest.py")] + [p for d in ("gpu", "oracles") for p in sorted((ROOT / "tests" / d).glob("*.py"))]
+    ours += [p for p in sorted((ROOT / "tests" / "python").glob("*.py")) if not p.name.startswith(("test_", "conftest"))]
+    ours += [p for p in sorted((ROOT / "python" / "specstate").rglob("*")) if p.is_file() and "__pycache__" not in p.parts and "lib" not in p.parts]
+    for source in ours:
+        to = folder / source.relative_to(ROOT)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source, to)
+    lib = folder / BUILD.relative_to(ROOT) / "lib"
+    lib.mkdir(parents=True, exist_ok=True)
+    for source in (BUILD / "lib").glob("*.so*"):
+        if re.fullmatch(r"libspecstate(\.so\.\d+|_ffi\.so)", source.name):
+            shutil.copy2(source.resolve(), lib / source.name)
+    linked = subprocess.run(["ldd", BUILD / "lib" / "libspecstate.so"], capture_output=True, text=True, check=True).stdout
+    for name, path in re.findall(r"(lib(?:tbb|hwy)\S*) => (\S+)", linked):
+        shutil.copy2(os.path.realpath(path), lib / name)
+    programs = [p for p in folder.rglob("*") if p.is_file() and p.read_bytes()[:4] == b"\x7fELF"]
+    subprocess.run(["strip", *map(str, programs)], check=True)
+    size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+    print(f"{folder}: {size / 2**20:.1f} MiB")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pack", type=pathlib.Path)
+    parser.add_argument("--only", default="", help="files whose name contains this; leaves the evidence of other families alone")
+    parser.add_argument("--no-sanitizers", action="store_true")
+    parser.add_argument("--jobs", type=int, default=4, help="sanitizer runs at a time")
+    parser.add_argument("--timeout", type=int, default=300, help="seconds for one program")
+    parser.add_argument("--evidence", type=pathlib.Path, default=EVIDENCE)
+    options = parser.parse_args()
+    if options.pack:
+        return pack(options.pack)
+    gpu = describe_gpu()
+    if gpu is None:
+        print("gpu_test: this machine has no NVIDIA GPU (nvidia-smi found none); nothing was tested", file=sys.stderr)
+        return 1
+    digests = json.loads((BUILD / "source_digests.json").read_text())
+    results = BUILD / "gpu-test-results"
+    results.mkdir(parents=True, exist_ok=True)
+
+    programs = [p for p in sorted((BUILD / "gpu-tests").glob("*_gpu_test")) if options.only in p.name]
+    tasks = [(p.name, [str(p), "--gtest_output=xml:{report}", "--gtest_brief=1"]) for p in programs]
+    tasks += [(p.stem, [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml={report}", str(p)])
+              for p in sorted((ROOT / "tests" / "gpu").glob("test_*.py")) if options.only in p.stem]
+    if not tasks:
+        print(f"gpu_test: found no test in {BUILD / 'gpu-tests'} and tests/gpu", file=sys.stderr)
+        return 1
+    families = {}
+    for name, command in tasks:  # one at a time: they share one GPU
+        r = run_one(name, command, results, options.timeout, environment())
+        print(f"{'FAILED' if r.failed else 'ok':6} {name:36} {r.passed} passed, {r.failed} failed, {len(r.skips)} skipped  {r.seconds:.1f} s", flush=True)
+        for test, message in r.skips:
+            print(f"skipped: {test}: {message.strip()}")
+        if r.failed:
+            print("\n".join("    " + line for line in r.log.read_text(errors="replace").splitlines()[-60:]), flush=True)
+        f = families.setdefault(family_of(name), {"source_digest": digests.get(family_of(name), "unknown"), **gpu,
+                                                 "date": datetime.date.today().isoformat(), "passed": 0, "failed": 0, "skipped": 0, "sanitizers": {}})
+        f["passed"] += r.passed
+        f["failed"] += r.failed
+        f["skipped"] += len(r.skips)
+
+    if not options.no_sanitizers and programs:
+        if sanitizer() is None:
+            print("FAILED sanitizers: compute-sanitizer is not on this machine")
+            families[family_of(programs[0].name)]["failed"] += 1
+        else:
+            with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+                planted = dict(zip(TOOLS, pool.map(lambda t: sanitize(t, BUILD / "gpu-tests" / "planted_fault", results, options.timeout), TOOLS)))
+                runs = [(tool, p) for p in programs for tool in TOOLS]
+                found = pool.map(lambda run: sanitize(*run, results, options.timeout), runs)
+            blind = [t for t in TOOLS if not planted[t][0]]
+            for tool in blind:
+                print(f"FAILED {tool} did not report the planted fault:\n" + planted[tool][1].read_text(errors="replace")[-1500:])
+            for (tool, program), (errors, log) in zip(runs, found):
+                f = families[family_of(program.name)]
+                good = errors == 0 and tool not in blind
+                print(f"{'ok' if good else 'FAILED':6} {tool:10} {program.name:36} {'no verdict' if errors is None else errors} errors")
+                if errors != 0:
+                    print("\n".join("    " + line for line in log.read_text(errors="replace").splitlines()[-40:]))
+                f["failed"] += not good
+                f["passed"] += good
+                before = f["sanitizers"].get(tool, "clean")
+                f["sanitizers"][tool] = before if good else "blind" if tool in blind else "no verdict" if errors is None else f"{errors} errors"
+
+    try:
+        known = json.loads(options.evidence.read_text())
+    except (OSError, ValueError):
+        known = {}
+    options.evidence.parent.mkdir(parents=True, exist_ok=True)
+    options.evidence.write_text(json.dumps({**known, **families}, indent=1, sort_keys=True) + "\n")
+    total = [sum(f[k] for f in families.values()) for k in ("passed", "failed", "skipped")]
+    print("%d passed, %d failed, %d skipped" % tuple(total))
+    return 1 if total[1] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
