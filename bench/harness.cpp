@@ -40,6 +40,11 @@ std::map<std::string, Run>& registry() {
   return all;
 }
 
+std::map<std::string, Run>& gpu_registry() {
+  static std::map<std::string, Run> all;
+  return all;
+}
+
 }  // namespace
 
 void on_all_threads(std::int64_t n, const std::function<void(std::int64_t, std::int64_t)>& body) {
@@ -150,6 +155,13 @@ std::string cpu_name() {
       break;
     }
   return name + ", " + cpu::simd_target().name;
+}
+
+bool add_gpu_family(const char* name, Run run) { return gpu_registry().emplace(name, run).second; }
+const std::map<std::string, Run>& gpu_families() { return gpu_registry(); }
+GpuMachine& gpu_machine() {
+  static GpuMachine machine;
+  return machine;
 }
 
 bool add_family(const char* name, Run run) { return registry().emplace(name, run).second; }

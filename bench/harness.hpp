@@ -78,4 +78,13 @@ bool add_family(const char* name, Run run);
 /// In the order of their names.
 const std::map<std::string, Run>& families();
 
+/// The same for measurements on a GPU (bench/gpu/): builds with CUDA have them.
+bool add_gpu_family(const char* name, Run run);
+const std::map<std::string, Run>& gpu_families();
+struct GpuMachine {
+  std::string (*name)() = nullptr;                                  // "NVIDIA H200"
+  std::map<std::string, double> (*ceilings)(bool quick) = nullptr;  // what it does at most, measured now
+};
+GpuMachine& gpu_machine();
+
 }  // namespace specstate::bench

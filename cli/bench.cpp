@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cctype>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -77,6 +78,13 @@ fs::path checkout() {
   }
 }
 
+/// "NVIDIA H200" -> "h200.json"
+std::string file_of(const std::string& gpu) {
+  std::string name;
+  for (const char c : gpu.substr(gpu.rfind(' ') + 1)) name += static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
+  return name + ".json";
+}
+
 std::string line_of(const bench::Result& r) {
   std::string text = fmt::format("{:<64} {:>12.2f}", r.name, r.ours_us);
   text += r.floor_us > 0 ? fmt::format(" {:>12.2f} {:>6.2f}", r.floor_us, r.floor_us / r.ours_us) : fmt::format(" {:>12} {:>6}", "-", "-");
@@ -87,7 +95,10 @@ std::string line_of(const bench::Result& r) {
 }  // namespace
 
 int run_bench(const BenchOptions& options) {
-  const auto& families = bench::families();
+  const bool on_gpu = options.device == "cuda";
+  const auto& families = on_gpu ? bench::gpu_families() : bench::families();
+  if (on_gpu && !core::cuda_built())
+    throw Error(ErrorKind::kNotImplemented, "bench: this build of specstate has no CUDA kernels; use --device cpu.");
   if (options.family != "all" && !families.count(options.family)) {
     std::string names;
     for (const auto& [name, run] : families) names += name + ", ";
@@ -98,8 +109,6 @@ int run_bench(const BenchOptions& options) {
     std::fprintf(stderr, "specstate bench: --record: expected full measurements, got --quick\n");
     return kUsage;
   }
-  if (options.device == "cuda" && !core::cuda_built())
-    throw Error(ErrorKind::kNotImplemented, "bench: this build of specstate has no CUDA kernels; use --device cpu.");
   check_json(options.json);
   const std::optional<fs::path> root = options.record ? std::optional(checkout()) : std::nullopt;
   const Json digest = digests();
@@ -108,11 +117,12 @@ int run_bench(const BenchOptions& options) {
 
   std::FILE* table = options.json == "-" ? stderr : stdout;
   Json report;
-  report["device"] = bench::cpu_name();
+  const std::string device = on_gpu ? bench::gpu_machine().name() : bench::cpu_name();
+  report["device"] = device;
   report["date"] = today();
   report["ceilings"] = Json::object();
   report["results"] = Json::array();
-  fmt::print(table, "{}\n{:<64} {:>12} {:>12} {:>6}\n", bench::cpu_name(), "case", "us", "floor us", "share");
+  fmt::print(table, "{}\n{:<64} {:>12} {:>12} {:>6}\n", device, "case", "us", "floor us", "share");
   for (const auto& [name, run] : families) {
     if (options.family != "all" && options.family != name) continue;
     bench::Report r(name, {.device = options.device, .quick = options.quick});
@@ -130,7 +140,7 @@ int run_bench(const BenchOptions& options) {
                                    {"date", today()},
                                    {"command", command_of(options, name)}});
     }
-    if (options.device == "cpu") {
+    if (!on_gpu) {
       const bench::Ceilings& c = r.ceilings();
       report["ceilings"][fmt::format("threads={}", c.threads)] = {{"fma_gflops", rounded(c.fma_gflops)},
                                                                   {"read_l3_gbs", rounded(c.read_l3_gbs)},
@@ -140,8 +150,14 @@ int run_bench(const BenchOptions& options) {
                  c.threads, c.fma_gflops, c.read_l3_gbs, c.read_memory_gbs, c.memcpy_gbs);
     }
   }
+  if (on_gpu) {
+    for (const auto& [what, value] : bench::gpu_machine().ceilings(options.quick)) {
+      report["ceilings"][what] = rounded(value);
+      fmt::print(table, "at most: {} {:.1f}\n", what, value);
+    }
+  }
   if (!options.json.empty()) write_json(options.json, report.dump(1));
-  if (root) record(*root / "bench" / "results" / (options.device == "cpu" ? "cpu.json" : "cuda.json"), report);
+  if (root) record(*root / "bench" / "results" / (on_gpu ? file_of(device) : "cpu.json"), report);
   finish_stdout();
   return kOk;
 }

@@ -125,7 +125,9 @@ int run(int argc, char** argv) {
 
   BenchOptions bench;
   CLI::App* bench_app = app.add_subcommand("bench", "measure operations beside their floors and peers");
-  bench_app->add_option("family", bench.family, "draft_kv, engine, hisparse, kda, matmul or all")->required();
+  bench_app
+      ->add_option("family", bench.family, "accept, draft_kv, engine, hisparse, kda, matmul or all (which of them depends on the device)")
+      ->required();
   bench_app->add_option("--device", bench.device, "cpu or cuda")->check(one_of({"cpu", "cuda"}));
   bench_app->add_flag("--quick", bench.quick, "few and short samples: shows that it runs, not how fast");
   bench_app->add_flag("--record", bench.record, "merge into bench/results/<device>.json of this checkout");

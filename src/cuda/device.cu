@@ -13,6 +13,7 @@ namespace cuda {
 void throw_cuda(cudaError_t error, const char* what) {
   cudaGetLastError();  // else the next call that asks for it would report this one
   std::string text = std::string(what) + ": " + cudaGetErrorName(error) + ": " + cudaGetErrorString(error);
+  if (error == cudaErrorInsufficientDriver) text += " (or there is no NVIDIA driver)";
   if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction)
     text += " (this build has code for compute capability " SPECSTATE_CUDA "; SPECSTATE_CUDA_ARCHITECTURES of CMake names others)";
   throw Error(ErrorKind::kCuda, text + ".");
