@@ -44,8 +44,8 @@ wheel:  ## the Python wheel, into dist/
 gpu-test: build  ## every CUDA test and the GPU sanitizers, on a machine with an NVIDIA GPU; recorded in tests/gpu/evidence.json
 	@.venv/bin/python3 tools/gpu_test.py $(TEST_FLAGS)
 
-gpu-bench:
-	@echo "make $@: not in this version yet" >&2; exit 2
+gpu-bench: build  ## the benchmark on a GPU, recorded in bench/results/; WHEEL=FOLDER (sglang 0.5.23, unpacked) measures its kernels beside ours
+	@.venv/bin/python3 tools/gpu_bench.py --wheel "$(WHEEL)"
 
 clean:  ## remove build/ (the virtual environment stays)
 	rm -rf build

@@ -51,6 +51,9 @@ def results_table(recorded, prefix):
 def ceilings_table(recorded):
     columns = {"fma_gflops": "FMA, GFLOP/s", "read_l3_gbs": "read from L3, GB/s", "read_memory_gbs": "read from memory, GB/s", "memcpy_gbs": "memcpy, GB/s"}
     ceilings = recorded["ceilings"]
+    if not all(isinstance(c, dict) for c in ceilings.values()):  # of a GPU: numbers with their unit in the name
+        rows = [[name.rpartition("_")[0].replace("_", " "), f"{ceilings[name]:.1f}", {"gbs": "GB/s", "us": "µs"}[name.rpartition("_")[2]]] for name in sorted(ceilings)]
+        return f"{recorded['device']}, {recorded['date']}.\n\n" + table(["what", "measured", ""], rows)
     rows = [[name.removeprefix("threads="), *(f"{ceilings[name][c]:.1f}" for c in columns)] for name in sorted(ceilings)]
     return f"{recorded['device']}, {recorded['date']}.\n\n" + table(["threads", *columns.values()], rows)
 
@@ -67,10 +70,10 @@ def render(page, root=ROOT):
     return BLOCK.sub(fill, page)
 
 
-def main():
+def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="exit 1 if the page differs from the recorded results")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     page = ROOT / "docs" / "performance.md"
     before = page.read_text()
     after = render(before)

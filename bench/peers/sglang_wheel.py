@@ -1,18 +1,28 @@
 """sglang's own kernels, from its wheel, without the rest of sglang: the peers of our benchmarks and the counterpart of its tests.
 
+    pip download --no-deps sglang==0.5.23, unpacked into FOLDER (never into this repository)
     import sglang_wheel
-    sglang_wheel.use("FOLDER")            # the wheel, unpacked; nothing of it is copied into this project
+    sglang_wheel.use("FOLDER")
     from sglang.kernels.ops.kvcache.hisparse import load_cache_to_device_buffer_spec_mla
 
-`use` puts empty packages in the place of `sglang`, `sglang.srt` and `sglang.srt.utils`, whose `__init__` would import a whole server.
-Kernels of the wheel that are compiled at first use (CUDA, by nvcc) are taken from `FOLDER/prebuilt/NAME.so` where `build_sglang.py` has
-made them, so that no time on a GPU machine goes into a compiler.
+`use` puts empty packages in the place of those whose `__init__` would import a whole server. sglang compiles its CUDA kernels at first
+use; where FOLDER/prebuilt has a module already (named by `name_of` of what load_jit is asked for), that one is loaded, so that no time
+on a GPU machine goes into a compiler.
 """
 
+import functools
 import importlib.machinery
 import pathlib
 import sys
 import types
+
+VERSION = "0.5.23"
+PACKAGES = ("kernels", "kernels.jit", "kernels.ops", "kernels.ops.attention", "kernels.ops.attention.fla", "kernels.ops.attention.linear",
+            "kernels.ops.kvcache", "kernels.ops.mamba", "kernels.ops.speculative", "srt")  # fmt: skip
+
+
+def name_of(arguments):
+    return "-".join("".join(c if c.isalnum() else "_" for c in (str(a).lower() if isinstance(a, bool) else str(a))) for a in arguments)
 
 
 def _package(name, path):
@@ -27,55 +37,72 @@ def _package(name, path):
     return module
 
 
+def _module(name, **contents):
+    module = types.ModuleType(name)
+    vars(module).update(contents)
+    sys.modules[name] = module
+    parent, _, leaf = name.rpartition(".")
+    setattr(sys.modules[parent], leaf, module)
+    return module
+
+
 def use(folder):
-    root = pathlib.Path(folder).resolve() / "sglang"
-    if not (root / "kernels").is_dir():
+    root = pathlib.Path(folder).resolve()
+    if not (root / "sglang" / "kernels").is_dir():
         raise FileNotFoundError(f"sglang_wheel: expected the unpacked wheel of sglang, got {folder}")
     import torch
 
-    _package("sglang", root)
-    _package("sglang.srt", root / "srt")
-    utils = _package("sglang.srt.utils", root / "srt" / "utils")
-    _package("sglang.kernels", root / "kernels")
-    for name in ("ops", "ops.attention", "ops.attention.fla", "ops.attention.linear", "ops.kvcache", "ops.mamba", "ops.speculative"):
-        _package("sglang.kernels." + name, root / "kernels" / name.replace(".", "/"))
-    common = types.ModuleType("sglang.srt.utils.common")
-    small = types.ModuleType("sglang.utils")
+    _package("sglang", root / "sglang")
+    for name in PACKAGES:
+        _package("sglang." + name, root / "sglang" / name.replace(".", "/"))
     major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
     answers = {
         "is_cuda": True, "is_cuda_alike": True, "is_hip": False, "is_npu": False, "is_xpu": False, "is_musa": False, "is_cpu": False,
         "cpu_has_amx_support": False, "is_in_ci": False, "is_hopper": major == 9, "is_sm90_supported": major == 9,
-        "is_sm100_supported": major == 10, "is_blackwell": major >= 10, "is_gfx95_supported": False, "get_device": "cuda",
-        "get_cuda_version": tuple(int(x) for x in torch.version.cuda.split(".")), "get_device_capability": (major, minor),
-        "is_flashinfer_available": False, "is_sm120_supported": major == 12, "get_device_sm": 10 * major + minor,
+        "is_sm100_supported": major == 10, "is_sm120_supported": major == 12, "is_blackwell": major >= 10, "is_gfx95_supported": False,
+        "get_device": "cuda", "get_device_sm": 10 * major + minor, "is_flashinfer_available": False,
+        "get_cuda_version": tuple(int(x) for x in (torch.version.cuda or "0.0").split(".")), "get_device_capability": (major, minor),
     }  # fmt: skip
-    for module in (utils, common, small):
-        for name, answer in answers.items():
-            setattr(module, name, lambda *_, answer=answer: answer)
-        module.device_context = lambda device: torch.cuda.device(device)
-        module.cdiv = lambda a, b: -(-a // b)
-        module.next_power_of_2 = lambda n: 1 << max(0, n - 1).bit_length()
-    sys.modules["sglang.srt.utils.common"] = utils.common = common
-    sys.modules["sglang.utils"] = sys.modules["sglang"].utils = small
-    custom_op = types.ModuleType("sglang.srt.utils.custom_op")
-    custom_op.register_custom_op = lambda f=None, **_: f if f is not None else (lambda g: g)
-    sys.modules["sglang.srt.utils.custom_op"] = utils.custom_op = custom_op
+    functions = {name: (lambda *_, answer=answer: answer) for name, answer in answers.items()}
+    functions["cdiv"] = lambda a, b: -(-a // b)
+    functions["next_power_of_2"] = lambda n: 1 << max(0, n - 1).bit_length()
+    functions["device_context"] = torch.cuda.device
+    _package("sglang.srt.utils", root / "sglang" / "srt" / "utils").__dict__.update(functions)
+    _module("sglang.srt.utils.common", **functions)
+    _module("sglang.srt.utils.custom_op", register_custom_op=lambda f=None, **_: f if f is not None else (lambda g: g))
+    _module("sglang.utils", **functions)
 
-    import sglang.kernels.jit.utils as jit
+    if not (root / "prebuilt").is_dir():
+        return root  # sglang's own loader
 
-    compiled = jit.load_jit
+    def load_jit(*arguments, **_):
+        import tvm_ffi
 
-    def load_jit(*arguments, **options):
-        prebuilt = root.parent / "prebuilt" / (prebuilt_name(*arguments) + ".so")
-        if prebuilt.exists():
-            import tvm_ffi
+        library = root / "prebuilt" / (name_of(arguments) + ".so")
+        if not library.exists():
+            raise FileNotFoundError(f"sglang_wheel: {library.name} is not in {library.parent}")
+        return tvm_ffi.load_module(str(library))
 
-            return tvm_ffi.load_module(str(prebuilt))
-        return compiled(*arguments, **options)
-
-    jit.load_jit = load_jit
+    _module("sglang.kernels.jit.utils", load_jit=load_jit, cache_once=functools.cache, is_arch_support_pdl=lambda: major >= 9,
+            make_cpp_args=lambda *a: [str(x).lower() if isinstance(x, bool) else str(x) for x in a], is_hip_runtime=lambda: False,
+            is_musa_runtime=lambda: False, get_jit_cuda_arch=lambda: types.SimpleNamespace(major=major, minor=minor),
+            device_guard=lambda t: torch.cuda.device(t.device))  # fmt: skip
     return root
 
 
-def prebuilt_name(*arguments):
-    return "-".join("".join(c if c.isalnum() else "_" for c in str(a)) for a in arguments)
+def trim(source, target):
+    """The part of an unpacked wheel that `use` needs, a few hundred KB, for a machine that it must be carried to."""
+    import shutil
+
+    source, target = pathlib.Path(source), pathlib.Path(target)
+    files = ["kvcache/hisparse", "kvcache/kvcache", "mamba/causal_conv1d_triton", "attention/linear/fused_sigmoid_gating_recurrent",
+             "attention/linear/kda_replayssm_spec_decode", "attention/linear/fused_kda_conv_recurrent_verify", "attention/fla/fused_norm_gate",
+             "speculative/fused_kv_materialize", "mamba/mamba_state_scatter_triton"]  # fmt: skip
+    for name in files:
+        path = source / "sglang" / "kernels" / "ops" / (name + ".py")
+        to = target / path.relative_to(source)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(path, to)
+    (target / "prebuilt").mkdir(parents=True, exist_ok=True)
+    for library in (source / "prebuilt").glob("*.so"):
+        shutil.copy2(library, target / "prebuilt")

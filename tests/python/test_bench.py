@@ -109,3 +109,21 @@ def test_digest_command_prints_what_the_function_says():
     everything = json.loads(subprocess.check_output([*tool, "--all"], text=True))
     assert everything == {f: source_digest.digest(f) for f in source_digest.FAMILIES}
     assert subprocess.run(tool, capture_output=True).returncode == 2
+
+
+def test_a_gpu_run_is_recorded_with_its_peers(tmp_path):
+    import gpu_bench
+
+    (tmp_path / "bench" / "results").mkdir(parents=True)
+    entry = {"floor_us": 1.0, "floor": "f", "source_digest": "0" * 16, "date": "2026-11-30", "command": "c"}
+    run = lambda us: {"device": "NVIDIA H200", "date": "2026-11-30", "ceilings": {"read_gbs": 4486.04, "launch_us": 2.96},  # noqa: E731
+                      "results": [{"case": "kda/fold/heads=12", "ours_us": us, "peers": {}, **entry}]}  # fmt: skip
+    peers = {"kda/fold/heads=12": {"ours_us": 2.1, "peers": {"sglang": 8.0}}, "kda/verify/heads=1": {"ours_us": 3.0, "peers": {"sglang": 6.0}},
+             "kda/verify/heads=2": {"ours_us": None, "peers": {"sglang": 6.0}}}  # fmt: skip
+    path = gpu_bench.record(gpu_bench.with_peers(run(4.0), {}), tmp_path)
+    assert path == gpu_bench.record(gpu_bench.with_peers(run(2.0), peers), tmp_path) and path.name == "h200.json"
+    fold, verify = json.loads(path.read_text())["results"]
+    assert (fold["ours_us"], fold["peers"], fold["ours_beside_peers_us"]) == (2.0, {"sglang": 8.0}, 2.1)
+    assert (verify["case"], verify["ours_us"], verify["peers"]) == ("kda/verify/heads=1", 3.0, {"sglang": 6.0})
+    page = bench_tables.render("<!-- bench h200 ceilings -->\n<!-- /bench -->\n<!-- bench h200 kda/fold -->\n<!-- /bench -->", tmp_path)
+    assert "| read | 4486.0 | GB/s |" in page and "| 2.00 | 1.00 | 0.50 | 8.00 (4.00x) |" in page

@@ -1,0 +1,97 @@
+#!/usr/bin/env python3
+"""The benchmarks on a GPU, beside sglang's own kernels, in one run.
+
+    tools/gpu_bench.py [--wheel FOLDER] [--only FAMILY] [--quick] [--out FILE]      on a machine with an NVIDIA GPU
+    tools/gpu_bench.py --record FILE        takes such a run into bench/results/<device>.json and docs/performance.md
+
+Ours, the floors and the machine's ceilings come from `specstate bench FAMILY --device cuda`; the peers from bench/peers/<family>.py, which
+measures them and ours in turns (needs torch, and the unpacked wheel of sglang 0.5.23 in FOLDER; see bench/peers/sglang_wheel.py).
+Without --wheel no peers are measured. Without --out the run is recorded at once.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+BUILD = ROOT / "build" / "release"
+PEERS = ("hisparse", "kda", "draft_kv")
+
+
+def with_peers(report, peers):
+    """Adds measured peers to the cases of a report. A case that only the peers' script has comes in with its time of ours."""
+    cases = {r["case"]: r for r in report["results"]}
+    digests = json.loads((BUILD / "source_digests.json").read_text()) if (BUILD / "source_digests.json").exists() else {}
+    for name, measured in peers.items():
+        if not measured["ours_us"] and name not in cases:
+            continue
+        family = name.split("/")[0]
+        r = cases.setdefault(name, {"case": name, "ours_us": round(measured["ours_us"] or 0, 3), "floor_us": 0, "floor": "", "peers": {},
+                                    "source_digest": digests.get(family, "unknown"), "date": report["date"], "command": f"bench/peers/{family}.py"})  # fmt: skip
+        r["peers"].update(measured["peers"])
+        if measured["ours_us"]:
+            r["ours_beside_peers_us"] = round(measured["ours_us"], 3)
+    report["results"] = sorted(cases.values(), key=lambda r: r["case"])
+    return report
+
+
+def record(report, root=ROOT):
+    """Into bench/results/<device>.json: a case that was measured again replaces its older self."""
+    path = root / "bench" / "results" / (report["device"].split()[-1].lower() + ".json")
+    old = json.loads(path.read_text()) if path.exists() else {"device": report["device"], "ceilings": {}, "results": []}
+    cases = {r["case"]: r for r in old["results"]} | {r["case"]: r for r in report["results"]}
+    merged = {"device": report["device"], "date": report["date"], "ceilings": {**old["ceilings"], **report["ceilings"]}, "results": [cases[c] for c in sorted(cases)]}
+    path.write_text(json.dumps(merged, indent=1) + "\n")
+    return path
+
+
+def environment():
+    lib = str(BUILD / "lib")
+    return dict(os.environ, SPECSTATE_LIBRARY_PATH=lib, PYTHONPATH=os.pathsep.join(filter(None, [str(ROOT / "python"), os.environ.get("PYTHONPATH")])),
+                LD_LIBRARY_PATH=os.pathsep.join(filter(None, [lib, os.environ.get("LD_LIBRARY_PATH")])))  # fmt: skip
+
+
+def measure(options):
+    with tempfile.TemporaryDirectory() as folder:
+        ours, quick = pathlib.Path(folder) / "ours.json", ["--quick"] if options.quick else []
+        subprocess.run([str(BUILD / "specstate"), "bench", options.only or "all", "--device", "cuda", "--json", str(ours), *quick], check=True, env=environment())
+        report = json.loads(ours.read_text())
+        for family in PEERS:
+            if not options.wheel or options.only not in ("", family):
+                continue
+            theirs = pathlib.Path(folder) / f"{family}.json"
+            done = subprocess.run([sys.executable, str(ROOT / "bench" / "peers" / f"{family}.py"), "--wheel", options.wheel, "--json", str(theirs), *quick], env=environment())
+            if done.returncode:
+                print(f"gpu_bench: peers of {family} ended with status {done.returncode}", file=sys.stderr)
+            if theirs.exists():
+                report = with_peers(report, json.loads(theirs.read_text()))
+    return report
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--wheel", default="")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--record", type=pathlib.Path, metavar="FILE")
+    options = parser.parse_args()
+    report = json.loads(options.record.read_text()) if options.record else measure(options)
+    if options.out:
+        options.out.write_text(json.dumps(report, indent=1) + "\n")
+        return 0
+    if options.quick:
+        parser.error("expected full measurements to record, got --quick (name --out)")
+    print(record(report))
+    import bench_tables
+
+    return bench_tables.main([])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
