@@ -7,6 +7,8 @@
 
 Runs the binaries build/release/gpu-tests/*_gpu_test and the files tests/gpu/test_*.py (the latter need torch), then each binary again
 under compute-sanitizer's four tools on small shapes (SPECSTATE_GPU_SMALL=1), after each tool has found a planted fault.
+sglang's own kernel tests, where they lie in tests/gpu/sglang/ (they are sglang's, so they are carried and never committed), run against
+our functions (tests/gpu/sglang_in_name.py); what came of each is in the evidence under "sglang".
 A family's evidence names the digest of the sources that the build was made from; `make test` says whether it is still theirs.
 The last line is `N passed, N failed, N skipped`.
 """
@@ -21,6 +23,7 @@ import re
 import shutil
 import subprocess
 import sys
+import xml.etree.ElementTree as ET
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -82,6 +85,7 @@ def pack(folder):
     ours = [BUILD / "specstate", BUILD / "source_digests.json", *sorted((BUILD / "gpu-tests").glob("*"))]
     ours += [ROOT / "tools" / n for n in ("gpu_test.py", "run_tests.py", "source_digest.py")] + [p for d in ("gpu", "oracles") for p in sorted((ROOT / "tests" / d).glob("*.py"))]
     ours += [p for p in sorted((ROOT / "tests" / "python").glob("*.py")) if not p.name.startswith(("test_", "conftest"))]
+    ours += sorted((ROOT / "tests" / "gpu" / "sglang").glob("*.py")) + sorted((ROOT / "bench" / "peers").glob("*.py")) + [ROOT / "tools" / "gpu_bench.py"]
     ours += [p for p in sorted((ROOT / "python" / "specstate").rglob("*")) if p.is_file() and "__pycache__" not in p.parts and "lib" not in p.parts]
     for source in ours:
         to = folder / source.relative_to(ROOT)
@@ -140,6 +144,31 @@ def main():
         f["passed"] += r.passed
         f["failed"] += r.failed
         f["skipped"] += len(r.skips)
+
+    theirs = [p for p in sorted((ROOT / "tests" / "gpu" / "sglang").glob("test_*.py")) if not options.only or options.only in p.name]
+    table = {}
+    for path in theirs:
+        report = results / f"sglang-{path.stem}.xml"
+        report.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "sglang_in_name", f"--junitxml={report}", str(path)]
+        e = environment()
+        e["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests" / "gpu"), e["PYTHONPATH"]])
+        log = report.with_suffix(".log")
+        with open(log, "wb") as out:
+            subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=e, timeout=options.timeout)
+        for case in ET.parse(report).getroot().iter("testcase") if report.exists() else []:
+            bad = case.find("failure") if case.find("failure") is not None else case.find("error")
+            skip = case.find("skipped")
+            said = (bad if bad is not None else skip).get("message", "") if bad is not None or skip is not None else ""
+            state = "failed" if bad is not None else "not applicable" if skip is not None else "passed"
+            table[f"{path.name}::{case.get('name')}"] = f"{state}: {said.splitlines()[0][:200]}" if said else state
+            print(f"sglang's {path.name}::{case.get('name')}: {state}{': ' + said.splitlines()[0][:160] if said else ''}")
+        if not report.exists():
+            table[path.name] = "failed: no report"
+            print(log.read_text(errors="replace")[-2000:])
+    if table:
+        families["sglang"] = {"source_digest": digests.get("binding", "unknown"), **gpu, "date": datetime.date.today().isoformat(), "sanitizers": {}, "tests": table,
+                              **{k: sum(v.startswith(k if k != "skipped" else "not applicable") for v in table.values()) for k in ("passed", "failed", "skipped")}}  # fmt: skip
 
     if not options.no_sanitizers and programs:
         if sanitizer() is None:

@@ -121,7 +121,7 @@ def gpu_evidence(root=ROOT):
         return ["gpu: not run here (no GPU), and nothing is recorded; run `make gpu-test` on a machine that has one"]
     lines = []
     for family, e in sorted(evidence.items()):
-        state = "of these sources" if e["source_digest"] == digest(family, root) else "of OLDER sources"
+        state = "of these sources" if e["source_digest"] == digest("binding" if family == "sglang" else family, root) else "of OLDER sources"
         bad = sorted(f"{tool}: {found}" for tool, found in e["sanitizers"].items() if found != "clean")
         sanitizers = "; ".join(bad) if bad else f"{len(e['sanitizers'])} sanitizers clean" if e["sanitizers"] else "no sanitizer run"
         lines.append(f"gpu: not run here; recorded {e['date']} on {e['device']}, {state}: {family}: {e['passed']} passed, {e['failed']} failed, "

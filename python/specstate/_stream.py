@@ -3,12 +3,18 @@
 import sys
 
 
+def _torch_stream(torch, like):
+    """torch's current stream on the device of `like`; its raw handle without a Stream object, where torch gives it (1 us less a call)."""
+    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return raw(like.get_device()) if raw is not None else torch.cuda.current_stream(like.device).cuda_stream
+
+
 def stream_handle(stream, like):
     """An integer `cudaStream_t`. `stream` is an int or an object with `cuda_stream`, `ptr` or `__cuda_stream__`."""
     if stream is None:
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(like, torch.Tensor):
-            return torch.cuda.current_stream(like.device).cuda_stream if like.is_cuda else 0
+            return _torch_stream(torch, like) if like.is_cuda else 0
         cupy = sys.modules.get("cupy")
         if cupy is not None and isinstance(like, cupy.ndarray):
             return cupy.cuda.get_current_stream().ptr

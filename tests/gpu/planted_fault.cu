@@ -19,7 +19,10 @@ __global__ void race(int* x) {
 __global__ void read_unwritten(int* x, const int* y) { x[threadIdx.x] = y[threadIdx.x]; }
 
 __global__ void diverge(int* x) {
-  if (threadIdx.x < 16) __syncwarp(~0u);  // the other half never comes
+  if (threadIdx.x < 16)
+    __syncthreads();  // the other half waits elsewhere
+  else
+    __syncwarp(0x0000FFFFu);  // by threads that are not named
   x[threadIdx.x] = 1;
 }
 
