@@ -2,7 +2,8 @@
 
 Three kinds of state: sparse KV in host memory (`specstate.hisparse`), recurrent KDA state (`specstate.kda`) and a drafter's
 KV (`specstate.draft_kv`), with acceptance (`specstate.accept`) between them. Tensor arguments take any object that speaks
-DLPack, zero-copy. This version has the CPU backend; tensors on a GPU raise NotImplementedError.
+DLPack, zero-copy. Where the tensors live decides the backend; an operation without CUDA code raises NotImplementedError for tensors
+on a GPU.
 
 Importing this package imports neither torch nor NumPy and loads no library: the first operation does.
 """

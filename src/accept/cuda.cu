@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kWarp* kGreedyWarps) greedy(const VerifyGreedy
 constexpr int kThreads = 256;
 constexpr std::int64_t kTile = kThreads * kSumBlock;  // ids that a block of threads sums at a time, a sum block a thread
 constexpr int kPitch = kSumBlock + 1;                 // a sum block in shared memory: no two threads on one bank
-constexpr int kMaxGroups = 4096;                      // of a row: 16.7 million ids
+constexpr int kMaxGroups = 1024;                      // of a row: 4.2 million ids
 constexpr std::int64_t kGroupsOfTile = kTile / kSumGroup;
 constexpr std::size_t kTileBytes = sizeof(double) * kThreads * kPitch;
 
@@ -378,9 +378,9 @@ void run(const VerifyRejectionArgs& args, Stream stream) {
     core::throw_not_implemented("verify_rejection: target_probs: expected at most " + std::to_string(kMaxGroups * kSumGroup) +
                                 " ids on CUDA, got " + std::to_string(args.vocab) + ".");
   // As many blocks a row as fill the GPU, and as the row has tiles.
+  const specstate::cuda::DeviceInfo& gpu = specstate::cuda::device_info();
   int cluster = 1;
-  while (cluster < 8 && 2 * cluster * args.batch <= specstate::cuda::device_info().multiprocessors && cluster * kTile < args.vocab)
-    cluster *= 2;
+  while (gpu.major >= 9 && cluster < 8 && 2 * cluster * args.batch <= gpu.multiprocessors && cluster * kTile < args.vocab) cluster *= 2;
   launch(rejection,
          {.grid = blocks_for(args.batch * cluster, 1),
           .block = kThreads,

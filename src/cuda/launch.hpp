@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <cstddef>
+#include <string>
 #include <utility>
 
 #include "specstate/error.hpp"
@@ -34,11 +35,18 @@ struct DeviceInfo {
 /// Of the current device (core::on_backend has made it the tensors' one).
 const DeviceInfo& device_info();
 
+/// Refuses a kernel that needs Hopper's instructions (bulk copies, mbarriers, wgmma) where they are not.
+inline void require_sm90(const char* op) {
+  if (const DeviceInfo& d = device_info(); d.major < 9)
+    throw Error(ErrorKind::kNotImplemented, std::string(op) + ": expected a GPU of compute capability 9.0 or newer, got " +
+                                                std::to_string(d.major) + "." + std::to_string(d.minor) + ".");
+}
+
 /// Shape of a launch.
 struct Launch {
   dim3 grid = 1, block = 1;
   std::size_t shared = 0;  // bytes of dynamic shared memory
-  unsigned cluster = 1;    // blocks of a cluster along x
+  unsigned cluster = 1;    // blocks of a cluster along x (sm_90 and later)
   /// Programmatic dependent launch: the kernel may start while the one before it in the stream drains. Every thread of it must then call
   /// ptx::wait_for_previous() before it reads what earlier work wrote, and before it writes anything at all.
   bool overlap = false;
@@ -54,7 +62,7 @@ void launch(void (*kernel)(Parameters...), const Launch& shape, Stream stream, A
   cudaLaunchConfig_t config{};
   config.gridDim = shape.grid, config.blockDim = shape.block, config.dynamicSmemBytes = shape.shared, config.stream = native(stream);
   config.attrs = attributes;
-  if (shape.overlap) {
+  if (shape.overlap && device_info().major >= 9) {
     cudaLaunchAttribute& a = attributes[config.numAttrs++];
     a.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     a.val.programmaticStreamSerializationAllowed = 1;

@@ -1,7 +1,16 @@
 #pragma once
 // The few instructions of the PTX ISA that C++ has no word for, one function each. Names say what they do, the instruction stands beside it.
-// Sizes are bytes; an `address` is one in shared memory (ptx::shared). sm_90 and later unless said.
+// Sizes are bytes; an `address` is one in shared memory (ptx::shared). Where an instruction needs sm_90 and the code is for an older GPU, the
+// function traps: a kernel that uses it compiles for every GPU, and its launch is refused there (cuda::require_sm90). Waiting for the
+// previous kernel and clusters of one block are the exceptions: there they do what an older GPU does anyway.
 #include <cstdint>
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#define SPECSTATE_SM90_OR(instruction, older) older
+#else
+#define SPECSTATE_SM90_OR(instruction, older) instruction
+#endif
+#define SPECSTATE_SM90(instruction) SPECSTATE_SM90_OR(instruction, __trap())
 
 namespace specstate::cuda::ptx {
 
@@ -70,92 +79,97 @@ __device__ __forceinline__ void copy_async_wait() {
 
 /// One thread; then fence_barriers() and a barrier of the block before anybody else uses it.
 __device__ __forceinline__ void barrier_init(std::uint64_t* barrier, std::uint32_t arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared(barrier)), "r"(arrivals) : "memory");
+  SPECSTATE_SM90(asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared(barrier)), "r"(arrivals) : "memory"));
 }
-__device__ __forceinline__ void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void fence_barriers() { SPECSTATE_SM90(asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory")); }
 __device__ __forceinline__ void barrier_arrive(std::uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared(barrier)) : "memory");
+  SPECSTATE_SM90(asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared(barrier)) : "memory"));
 }
 /// Arrives, and lets the phase also wait for `bytes` of bulk copies.
 __device__ __forceinline__ void barrier_expect(std::uint64_t* barrier, std::uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared(barrier)), "r"(bytes) : "memory");
+  SPECSTATE_SM90(asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared(barrier)), "r"(bytes) : "memory"));
 }
 /// Until the phase of this parity (0, 1, 0, ...) is complete.
 __device__ __forceinline__ void barrier_wait(std::uint64_t* barrier, std::uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n"
-      "}\n" ::"r"(shared(barrier)),
-      "r"(parity)
-      : "memory");
+  SPECSTATE_SM90(
+      asm volatile("{\n"
+                   ".reg .pred done;\n"
+                   "again:\n"
+                   "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+                   "@!done bra again;\n"
+                   "}\n" ::"r"(shared(barrier)),
+                   "r"(parity)
+                   : "memory"));
 }
 /// Between stores of threads to shared memory and a bulk copy (or tensor cores) that reads it: in each writing thread, before the
 /// barrier of the block.
-__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void fence_async() { SPECSTATE_SM90(asm volatile("fence.proxy.async.shared::cta;" ::: "memory")); }
 
 // --------------------------------------------------------------- bulk copies: one thread asks, the copy engine of the SM works
 // Addresses and sizes are multiples of 16.
 
 /// Global -> shared; `barrier` counts the bytes (barrier_expect).
 __device__ __forceinline__ void bulk_load(void* to, const void* from, std::uint32_t bytes, std::uint64_t* barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared(to)), "l"(from),
-               "r"(bytes), "r"(shared(barrier))
-               : "memory");
+  SPECSTATE_SM90(asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared(to)),
+                              "l"(from), "r"(bytes), "r"(shared(barrier))
+                              : "memory"));
 }
 __device__ __forceinline__ void bulk_load(void* to, const void* from, std::uint32_t bytes, std::uint64_t* barrier, std::uint64_t policy) {
-  asm volatile(
+  SPECSTATE_SM90(asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(shared(to)),
       "l"(from), "r"(bytes), "r"(shared(barrier)), "l"(policy)
-      : "memory");
+      : "memory"));
 }
 /// Shared -> global; fence_async() and a barrier come before it, bulk_commit() and bulk_wait...() after it.
 __device__ __forceinline__ void bulk_store(void* to, const void* from, std::uint32_t bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared(from)), "r"(bytes) : "memory");
+  SPECSTATE_SM90(asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared(from)), "r"(bytes)
+                              : "memory"));
 }
 __device__ __forceinline__ void bulk_store(void* to, const void* from, std::uint32_t bytes, std::uint64_t policy) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(to), "r"(shared(from)), "r"(bytes),
-               "l"(policy)
-               : "memory");
+  SPECSTATE_SM90(asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(to), "r"(shared(from)),
+                              "r"(bytes), "l"(policy)
+                              : "memory"));
 }
-__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void bulk_commit() { SPECSTATE_SM90(asm volatile("cp.async.bulk.commit_group;" ::: "memory")); }
 /// Until all but the newest `kPending` groups of this thread are done: have been read (their shared memory is free again) ...
 template <int kPending>
 __device__ __forceinline__ void bulk_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+  SPECSTATE_SM90(asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory"));
 }
 /// ... or are written, too.
 template <int kPending>
 __device__ __forceinline__ void bulk_wait() {
-  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
+  SPECSTATE_SM90(asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory"));
 }
 
 // ------------------------------------------------------------------------------------------------ programmatic dependent launch
 
 /// Until all earlier work of the stream is done and visible. No-op in a launch without `overlap`. Every thread of every block calls it,
 /// those with nothing to do too: a kernel counts as done only then for the one after it.
-__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_previous() { SPECSTATE_SM90_OR(asm volatile("griddepcontrol.wait;" ::: "memory"), (void)0); }
 /// The next kernel of the stream may be started (once all blocks have said so or ended).
-__device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void let_next_start() {
+  SPECSTATE_SM90_OR(asm volatile("griddepcontrol.launch_dependents;" ::: "memory"), (void)0);
+}
 
 // ----------------------------------------------------------------------------------------------------------------- clusters
 
 __device__ __forceinline__ std::uint32_t cluster_rank() {
-  std::uint32_t rank;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  std::uint32_t rank = 0;
+  SPECSTATE_SM90_OR(asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank)), (void)0);
   return rank;
 }
 /// All threads of the cluster; what each wrote to any block's shared memory is seen by all.
 __device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  SPECSTATE_SM90_OR(asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+                                     : "memory"),
+                    __syncthreads());
 }
 /// `p` of this block's shared memory -> the same place in block `rank` of the cluster.
 template <class T>
 __device__ __forceinline__ T* in_block(T* p, std::uint32_t rank) {
-  std::uint64_t address;
-  asm("mapa.u64 %0, %1, %2;" : "=l"(address) : "l"(reinterpret_cast<std::uint64_t>(p)), "r"(rank));
+  std::uint64_t address = reinterpret_cast<std::uint64_t>(p);
+  SPECSTATE_SM90_OR(asm("mapa.u64 %0, %1, %2;" : "=l"(address) : "l"(reinterpret_cast<std::uint64_t>(p)), "r"(rank)), (void)0);
   return reinterpret_cast<T*>(address);
 }
 
