@@ -65,7 +65,7 @@ class World:
 
     def restore(self, _):
         self.tokens.copy_(self.tokens0), self.index.copy_(self.index0), self.policy.zero_()
-        self.scratch.copy_(self.scratch0), self.slot_locs.copy_(self.slot_locs0), self.scratch_state[0].zero_()
+        self.scratch.copy_(self.scratch0), self.slot_locs.copy_(self.slot_locs0), self.scratch_state.copy_(self.scratch_state0)
 
 
 def measure(timer, report, options):
@@ -82,6 +82,8 @@ def measure(timer, report, options):
         calls = {"ours": lambda _: ours.load_cache_to_device_buffer_spec_mla(**mine), SGLANG: lambda _: theirs.load_cache_to_device_buffer_spec_mla(**peer)}
         calls = working({who: checked(w, unique, call) for who, call in calls.items()}, name) and working(calls, name)
         report(name, timer.cold_us(calls, w.restore))
+        if w.plan["miss_count"].tolist() != [unique] * requests:
+            raise RuntimeError(f"{name}: the timed calls did not miss as they should")
         if misses:
             replay = dict(w.plan, num_real_reqs=w.real, host_cache=w.host, device_buffer=w.device, item_size_bytes=item)
             times = timer.cold_us(working({"ours": lambda _: [ours.copy_cache_planned_mla(**replay, num_blocks=8) for _ in range(3)],

@@ -115,15 +115,25 @@ __device__ void judge(const VerifyRejectionArgs& x, std::int64_t r, RejectionSha
 template <class T>
 __device__ __forceinline__ void add_masses(const T* row, std::int64_t stride, std::int64_t begin, int count, double sign, bool first,
                                            double* tile) {
-#pragma unroll 16
-  for (int i = static_cast<int>(threadIdx.x); i < count; i += kThreads) {
-    double m;
-    if constexpr (sizeof(T) == 2)
-      m = mass(core::to_float(row[(begin + i) * stride]));
-    else
-      m = mass(row[(begin + i) * stride]);
-    double& to = tile[i / kSumBlock * kPitch + i % kSumBlock];
-    to = first ? m : to + sign * m;
+  constexpr int kFlight = 16;  // loads before the first is used
+  const T* from = row + begin * stride;
+  for (int base = static_cast<int>(threadIdx.x); base < count; base += kThreads * kFlight) {
+    T x[kFlight];
+#pragma unroll
+    for (int k = 0; k < kFlight; ++k)
+      if (base + k * kThreads < count) x[k] = from[(base + k * kThreads) * stride];
+#pragma unroll
+    for (int k = 0; k < kFlight; ++k) {
+      const int i = base + k * kThreads;
+      if (i >= count) break;
+      double m;
+      if constexpr (sizeof(T) == 2)
+        m = mass(core::to_float(x[k]));
+      else
+        m = mass(x[k]);
+      double& to = tile[i / kSumBlock * kPitch + i % kSumBlock];
+      to = first ? m : to + sign * m;
+    }
   }
 }
 __device__ void add_masses(const TensorView& t, std::int64_t offset, std::int64_t begin, int count, double sign, bool first, double* tile) {
@@ -154,6 +164,7 @@ __device__ int weigh(const VerifyRejectionArgs& x, std::int64_t r, bool residual
   double sum = 0;
   int last = -1;
   const int mine = min(static_cast<int>(kSumBlock), count - thread * static_cast<int>(kSumBlock));
+#pragma unroll 16
   for (int i = 0; i < mine; ++i) {
     const double w = mass(tile[thread * kPitch + i]);
     if (w > 0) last = static_cast<int>(begin) + thread * static_cast<int>(kSumBlock) + i;
@@ -162,6 +173,19 @@ __device__ int weigh(const VerifyRejectionArgs& x, std::int64_t r, bool residual
   s.block[thread] = sum;
   __syncthreads();
   return last;
+}
+
+/// The first of 64 terms with which the sum, `with(i)`, is beyond the threshold; `pass(i)` adds a term that it is not. No early exit: the
+/// loads of an unrolled loop run ahead of the one chain of additions.
+template <class With, class Pass>
+__device__ __forceinline__ int first_beyond(double threshold, With&& with, Pass&& pass) {
+  int found = static_cast<int>(kSumBlock);
+#pragma unroll 16
+  for (int i = 0; i < static_cast<int>(kSumBlock); ++i) {
+    if (found == static_cast<int>(kSumBlock) && with(i) > threshold) found = i;
+    if (found == static_cast<int>(kSumBlock)) pass(i);
+  }
+  return found;
 }
 
 /// A cluster a row. Every block finds by itself how many proposals stand (a few loads), then takes tiles of the row that is drawn from;
@@ -199,6 +223,7 @@ __global__ void __launch_bounds__(kThreads) rejection(const VerifyRejectionArgs 
     if (rank == 0 && last >= 0) {
       if (thread == 0) {
         double total = 0;
+#pragma unroll 8
         for (int g = 0; g < groups; ++g) total += s.group[g];
         s.threshold = real_at(x.uniforms, element_offset(x.uniforms, r, x.width - 1)) * total;
         s.before = 0, s.drawn_group = -1, s.token = last;  // u * total rounded up to the total: the last with mass
@@ -214,11 +239,13 @@ __global__ void __launch_bounds__(kThreads) rejection(const VerifyRejectionArgs 
         weigh(x, r, residual, begin, static_cast<int>(min(static_cast<std::int64_t>(kSumGroup), x.vocab - begin)), tile, s);
         if (thread == 0) {
           double blocks = 0;
-          int b = 0;
-          while (!(s.before + (blocks + s.block[b]) > s.threshold)) blocks += s.block[b++];
-          double ids = mass(tile[b * kPitch]);
-          int i = 0;
-          while (!(s.before + (blocks + ids) > s.threshold)) ids += mass(tile[b * kPitch + ++i]);
+          const int b = first_beyond(
+              s.threshold, [&](int i) { return s.before + (blocks + s.block[i]); }, [&](int i) { blocks += s.block[i]; });
+          double ids = 0;
+          const double* of_block = tile + b * kPitch;
+          const int i = first_beyond(
+              s.threshold, [&](int k) { return s.before + (blocks + (ids + mass(of_block[k]))); },
+              [&](int k) { ids += mass(of_block[k]); });
           s.token = begin + b * kSumBlock + i;
         }
       }
@@ -262,22 +289,31 @@ __device__ int rank(const PlanVerifyLengthsArgs& x, const TensorView& confidence
   const int thread = static_cast<int>(threadIdx.x);
   __syncthreads();
   if (thread == 0) *count = 0;
-  for (int i = thread; i < e.capacity; i += kPlanThreads) e.key[i] = ~0ull, e.place[i] = ~0u;
+  for (int i = thread; i < e.capacity; i += kPlanThreads) {
+    // Confidences first, all at once; each is replaced by its survival below.
+    double c = 1;
+    if (confidences.given() && i < x.batch * x.proposals) {
+      c = real_at(confidences, element_offset(confidences, i % x.batch, i / x.batch));
+      if (!(c >= 0 && c <= 1)) c = 1;  // unknown
+    }
+    e.key[i] = static_cast<std::uint64_t>(__double_as_longlong(c)), e.place[i] = ~0u;
+  }
   __syncthreads();
   for (std::int64_t r = thread; r < x.batch; r += kPlanThreads) {
     std::int64_t limit = x.proposals;
     if (x.max_lens.given()) limit = min(limit, index_at(x.max_lens, r * x.max_lens.strides[0]) - 1);
     double survival = 1;
-    std::int64_t k = 0;
-    for (; k < limit; ++k) {
-      const double c = confidences.given() ? real_at(confidences, element_offset(confidences, r, k)) : 1.0;
-      if (c >= 0 && c <= 1) survival *= c;  // unknown: 1
-      if (survival < kLeastSurvival) break;
+    int chosen = 0;
+    for (std::int64_t k = 0; k < x.proposals; ++k) {
       const auto place = static_cast<std::uint32_t>(k * x.batch + r);
-      e.key[place] = ~static_cast<std::uint64_t>(__double_as_longlong(survival)), e.place[place] = place;
+      survival *= __longlong_as_double(static_cast<long long>(e.key[place]));
+      const bool good = k < limit && !(survival < kLeastSurvival);
+      e.key[place] = good ? ~static_cast<std::uint64_t>(__double_as_longlong(survival)) : ~0ull;
+      if (good) e.place[place] = place, ++chosen;
     }
-    if (k > 0) atomicAdd(count, static_cast<int>(k));
+    if (chosen > 0) atomicAdd(count, chosen);
   }
+  for (int i = static_cast<int>(x.batch * x.proposals) + thread; i < e.capacity; i += kPlanThreads) e.key[i] = ~0ull;
   for (int size = 2; size <= e.capacity; size *= 2)
     for (int step = size / 2; step > 0; step /= 2) {
       __syncthreads();
@@ -295,8 +331,16 @@ __device__ int rank(const PlanVerifyLengthsArgs& x, const TensorView& confidence
   return *count;
 }
 
+/// The cost table, in shared memory where it fits.
+constexpr std::int64_t kMaxStaged = 256;
+struct Table {
+  std::int64_t tokens[kMaxStaged];
+  double speed[kMaxStaged];
+};
+
 /// The m of the highest (batch + sum of the m best) * speed(batch + m), the smallest of equals. A sum block a thread.
-__device__ int budget(const PlanVerifyLengthsArgs& x, const Ranks& e, int entries, double* block, double* rates, int* counts) {
+__device__ int budget(const PlanVerifyLengthsArgs& x, const Ranks& e, int entries, double* block, Table* table, double* rates,
+                      int* counts) {
   const int thread = static_cast<int>(threadIdx.x);
   constexpr int kBlock = static_cast<int>(kSumBlock);
   const int begin = thread * kBlock, end = min(begin + kBlock, entries);
@@ -305,11 +349,18 @@ __device__ int budget(const PlanVerifyLengthsArgs& x, const Ranks& e, int entrie
     for (int i = begin; i < end; ++i) sum += e.survival(i);
     block[thread] = sum;
   }
-  __syncthreads();
   double best_rate = -1;
   int best = 0;
-  const auto speed = [&](std::int64_t probe) { return real_at(x.speed, probe * x.speed.strides[0]); };
-  const auto tokens = [&](std::int64_t probe) { return index_at(x.probe_tokens, probe * x.probe_tokens.strides[0]); };
+  const bool staged = x.probes <= kMaxStaged;
+  if (staged && thread < x.probes) {
+    table->tokens[thread] = index_at(x.probe_tokens, thread * x.probe_tokens.strides[0]);
+    table->speed[thread] = real_at(x.speed, thread * x.speed.strides[0]);
+  }
+  __syncthreads();
+  const auto speed = [&](std::int64_t probe) { return staged ? table->speed[probe] : real_at(x.speed, probe * x.speed.strides[0]); };
+  const auto tokens = [&](std::int64_t probe) {
+    return staged ? table->tokens[probe] : index_at(x.probe_tokens, probe * x.probe_tokens.strides[0]);
+  };
   if (thread == 0 || begin < entries) {
     double groups = 0, blocks = 0, terms = 0;
     for (int b = 0; b < thread; ++b) {
@@ -344,10 +395,11 @@ __device__ int budget(const PlanVerifyLengthsArgs& x, const Ranks& e, int entrie
 }
 
 /// One block: the whole batch competes for one budget.
-__global__ void __launch_bounds__(kPlanThreads) plan(const PlanVerifyLengthsArgs x, int capacity) {
+__global__ void __launch_bounds__(kPlanThreads, 1) plan(const PlanVerifyLengthsArgs x, int capacity) {
   extern __shared__ std::uint64_t entries[];
   __shared__ double block[kMaxEntries / kSumBlock], rates[kPlanThreads];
   __shared__ int counts[kPlanThreads], count;
+  __shared__ Table table;
   ptx::wait_for_previous();
   ptx::let_next_start();
   const int thread = static_cast<int>(threadIdx.x);
@@ -358,7 +410,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan(const PlanVerifyLengthsArgs
     lens[r * x.verify_lens.strides[0]] = cap < 1 ? 0 : x.probes == 0 ? static_cast<std::int32_t>(min(cap, x.proposals + 1)) : 1;
   }
   if (x.probes == 0) return;  // nothing is known of the cost: everything is verified
-  const int m = budget(x, e, rank(x, x.lagged, e, &count), block, rates, counts);
+  const int m = budget(x, e, rank(x, x.lagged, e, &count), block, &table, rates, counts);
   const int chosen = min(m, rank(x, x.confidences, e, &count));
   for (int i = thread; i < chosen; i += kPlanThreads) {  // a row's share is a prefix: its farthest proposal tells
     const auto r = static_cast<std::int64_t>(e.place[i]) % x.batch, k = static_cast<std::int64_t>(e.place[i]) / x.batch;
