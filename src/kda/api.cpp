@@ -1,4 +1,5 @@
 // Parameters -> check once -> Args -> the backend.
+#include <algorithm>
 #include <cstring>
 #include <initializer_list>
 #include <string>
@@ -14,7 +15,8 @@ namespace {
 
 template <class Args>
 void dispatch(const char* op, Device device, const Args& args, Stream stream) {
-  core::on_backend(op, device, [&] { cpu::run(args, stream); });
+  core::on_backend(
+      op, device, [&] { cpu::run(args, stream); }, [&] { cuda::run(args, stream); });
 }
 
 using Names = std::initializer_list<std::pair<const char*, const char*>>;
@@ -108,8 +110,9 @@ void fused_kda_decode_mtp_dspark(const VerifyParams& params, Stream stream) {
                check_fused_contract(params);
                VerifyParams own = params;
                if (own.rings.rawv.given()) own.snapshots = {};  // ring mode leaves them alone
-               const VerifyArgs args = check(own, op);
+               VerifyArgs args = check(own, op);
                check_fused_lengths(args, op);
+               args.steps = std::min(args.steps, args.T / args.N);  // where lengths are on a GPU, longer requests are padding
                dispatch(op, params.x_q.device, args, stream);
              });
 }

@@ -31,6 +31,17 @@ Array array(const TensorView& t) {
   return a;
 }
 
+/// Indices for a kernel; nothing for those on the host, which are read here.
+Index device_index(const TensorView& t) {
+  Index a;
+  if (!t.given() || t.device.type != DeviceType::kCuda) return a;
+  static std::int64_t nothing;
+  a.data = t.data ? t.data : &nothing;
+  a.wide = t.dtype == DType::kInt64;
+  for (int i = 0; i < std::min(t.ndim, 2); ++i) a.stride[i] = t.strides[i];
+  return a;
+}
+
 std::string text(double x) {
   std::string s = std::to_string(x);
   return s;
@@ -214,6 +225,8 @@ struct StepCheck {
     a.scale = static_cast<float>(p.scale.value_or(1.0 / std::sqrt(static_cast<double>(K.value()))));
     a.norm_eps = static_cast<float>(p.onorm_eps.value_or(0));
     a.l2norm = p.l2norm, a.round_before_norm = p.round_before_norm;
+    a.slots = device_index(p.slots), a.cu = device_index(p.cu_seqlens);
+    a.N = N, a.pool = pool, a.null_slot = p.null_slot;
   }
 
   /// Slots and lengths; `longest` is the most tokens that a request may have.
@@ -345,6 +358,14 @@ VerifyArgs check(const VerifyParams& p, const char* op) {
   if (p.update_state) check.arg("state", p.state).no_self_overlap();
   a.update_state = p.update_state;
   a.null_from_zero = p.null_from_zero;
+  a.exact = p.exact;
+  a.rows = device_index(p.rows), a.parents = device_index(p.parents);
+  a.row_count = rows.bound() ? rows.value() : 0;
+  a.columns = p.parents.given() ? p.parents.sizes[1] : 0;
+  a.steps = std::numeric_limits<std::int64_t>::max();
+  if (a.snapshots) a.steps = steps;
+  for (const TensorView* t : {&p.conv_q, &p.conv_k, &p.conv_v})
+    if (t->given()) a.steps = std::min(a.steps, t->sizes[1]);
   if (!host_reads(p.x_q)) return a;
 
   step.requests();
@@ -375,14 +396,14 @@ VerifyArgs check(const VerifyParams& p, const char* op) {
     check.require(p.parents.sizes[1] >= longest, "parents",
                   "at least " + std::to_string(longest) + " columns, the tokens of the longest request",
                   std::to_string(p.parents.sizes[1]));
-    a.parents.assign(static_cast<std::size_t>(a.T), -1);
+    a.parents_of.assign(static_cast<std::size_t>(a.T), -1);
     for (std::size_t i = 0; i < a.requests.size(); ++i)
       for (std::int64_t t = 0; t < a.requests[i].tokens; ++t) {
         const std::int64_t parent = load_index(p.parents[static_cast<std::int64_t>(i)], t);
         if (a.requests[i].slot < 0 && !p.null_from_zero) continue;  // padding: may hold anything
         check.require(parent < t || t == 0, "parents", "a parent before its child",
                       std::to_string(parent) + " for token " + std::to_string(t) + " of request " + std::to_string(i));
-        a.parents[static_cast<std::size_t>(a.requests[i].begin + t)] =
+        a.parents_of[static_cast<std::size_t>(a.requests[i].begin + t)] =
             static_cast<std::int32_t>(t == 0 ? -1 : std::max<std::int64_t>(parent, -1));
       }
   }
@@ -415,6 +436,7 @@ VerifyArgs check(const DecodeParams& p, const char* op) {
   no_overlap(check, "cs_v", p.cs_v, {{"state", &p.state}});
   a.update_state = true;
   a.update_windows = p.w_q.given();
+  a.steps = std::numeric_limits<std::int64_t>::max();
   if (!host_reads(p.x_q)) return a;
 
   step.requests();
@@ -499,6 +521,9 @@ FoldArgs check(const FoldParams& p, const char* op) {
   a.layers = has_layers ? layers.value() : 1;
   a.H = H, a.HV = HV, a.K = K, a.V = V;
   a.l2norm = p.l2norm;
+  a.slots = device_index(p.slots), a.accept = device_index(p.accept);
+  a.track = device_index(p.track), a.track_step = device_index(p.track_step);
+  a.N = N, a.pool = pool, a.L = L, a.null_slot = p.null_slot;
   if (!host_reads(p.state)) return a;
 
   SeenOnce once(check, "slots", "slots and track slots that are written at most once");
@@ -553,7 +578,9 @@ std::vector<RollbackArgs> check(const RollbackConvWindowsParams* params, std::in
     }
     RollbackArgs a{};
     a.pool = array(p.pool), a.windows = array(p.windows);
-    a.channels = C;
+    a.channels = C, a.N = N, a.slot_count = pool, a.row_count = rows, a.steps = steps;
+    a.slots = device_index(p.slots), a.steps_of = device_index(p.last_correct_step), a.rows = device_index(p.rows);
+    a.track_slots = device_index(p.track_slots), a.track_steps = device_index(p.track_steps);
     if (host_reads(p.pool)) {
       SeenOnce once(check, "slots", "slots and track slots that are written at most once");
       const auto add = [&](const char* slot_name, const char* step_name, std::int64_t n, std::int64_t slot, std::int64_t step) {
