@@ -1,4 +1,5 @@
 // Parameters -> check once -> Args -> the backend.
+#include <string_view>
 #include <vector>
 
 #include "core/dispatch.hpp"
@@ -17,6 +18,8 @@ void check_shape(const char* op, const SwapShape& s) {
     check.require(n >= least && n <= INT32_MAX, name, std::to_string(least) + " to 2147483647", std::to_string(n));
   }
 }
+constexpr core::Names kBlockNames = {
+    {"top_k_tokens", "top_k_blocks"}, {"host_cache", "host_cache_k"}, {"device_buffer", "device_buffer_k"}};
 }  // namespace
 
 std::int64_t swap_state_bytes(const SwapShape& shape) {
@@ -50,8 +53,11 @@ void swap_in(const SwapInParams& params, Stream stream) {
 }
 
 void swap_in_single(const SwapInSingleParams& params, Stream stream) {
-  const SwapInSingleArgs args = check(params);
-  core::on_backend(args.op, params.top_k_tokens.device, [&] { cpu::run(args, stream); });
+  const bool blocks = params.op == std::string_view("load_blocks_to_device_buffer_mha");  // which spells these by its own names
+  core::with_names(blocks ? kBlockNames : core::Names{}, [&] {
+    const SwapInSingleArgs args = check(params);
+    core::on_backend(args.op, params.top_k_tokens.device, [&] { cpu::run(args, stream); });
+  });
 }
 
 void swap_in_spec(const SpecSwapParams& params, Stream stream) {

@@ -1,9 +1,6 @@
 // Parameters -> check once -> Args -> the backend.
 #include <algorithm>
 #include <cstring>
-#include <initializer_list>
-#include <string>
-#include <utility>
 
 #include "core/dispatch.hpp"
 #include "kda/check.hpp"
@@ -19,24 +16,8 @@ void dispatch(const char* op, Device device, const Args& args, Stream stream) {
       op, device, [&] { cpu::run(args, stream); }, [&] { cuda::run(args, stream); });
 }
 
-using Names = std::initializer_list<std::pair<const char*, const char*>>;
-
-/// Runs `f`; an error that names our arguments leaves under the names that the caller used.
-template <class F>
-void with_names(Names names, F&& f) {
-  try {
-    f();
-  } catch (const Error& e) {
-    std::string text = e.what();
-    for (const auto& [before, after] : {std::pair{": ", ": "}, {"overlaps ", "."}, {"together with ", ","}})
-      for (const auto& [ours, theirs] : names)
-        if (const auto at = text.find(std::string(before) + ours + after); at != std::string::npos) {
-          text.replace(at + std::strlen(before), std::strlen(ours), theirs);
-          break;
-        }
-    throw Error(e.kind(), text);
-  }
-}
+using core::Names;
+using core::with_names;
 
 constexpr Names kGatingNames = {{"x_q", "q"},
                                 {"x_k", "k"},

@@ -73,12 +73,6 @@ void all_or_none(const Checker& check, std::initializer_list<std::pair<const cha
                  "none");
 }
 
-void no_overlap(const Checker& check, const char* name, const TensorView& out,
-                std::initializer_list<std::pair<const char*, const TensorView*>> others) {
-  for (const auto& [other, t] : others)  // the texts only where they are needed: a call has some hundred of these
-    if (core::may_overlap(out, *t)) check.fail(name, "memory of its own", std::string("memory that overlaps ") + other);
-}
-
 /// The recurrent state: dense inside a slot, a slot pitch of whole 16 bytes.
 void check_state(Checker& check, const char* name, const TensorView& t, int slot_dim) {
   check.arg(name, t).inner_contiguous(3).aligned(16);
@@ -194,24 +188,7 @@ struct StepCheck {
     number("softplus_beta", p.softplus_beta, std::isfinite(p.softplus_beta) && p.softplus_beta > 0, "a finite number > 0");
     number("softplus_threshold", p.softplus_threshold, !std::isnan(p.softplus_threshold), "a number");
 
-    check.arg("out", out).required().dtype(act).shape({T, HV, V}).same_device().inner_contiguous(1).no_self_overlap();
-    no_overlap(check, "out", out,
-               {{"x_q", &x_q},
-                {"x_k", &x_k},
-                {"x_v", &x_v},
-                {"w_q", &p.w_q},
-                {"w_k", &p.w_k},
-                {"w_v", &p.w_v},
-                {"cs_q", &p.cs_q},
-                {"cs_k", &p.cs_k},
-                {"cs_v", &p.cs_v},
-                {"g", &g},
-                {"beta", &beta},
-                {"A_log", &p.A_log},
-                {"dt_bias", &p.dt_bias},
-                {"state", &p.state},
-                {"onorm_gate", &gate},
-                {"onorm_weight", &p.onorm_weight}});
+    check.arg("out", out).required().dtype(act).shape({T, HV, V}).same_device().inner_contiguous(1).written();
 
     a.q = {array(x_q), array(p.w_q), array(p.cs_q), {}};
     a.k = {array(x_k), array(p.w_k), array(p.cs_k), {}};
@@ -278,7 +255,7 @@ void check_rings(Checker& check, const Rings& r, DType act, bool scalar_gate, in
       c.shape({slots, heads, L});
     c.same_device();
     if (channels) c.inner_contiguous(1);
-    if (writes) c.no_self_overlap();
+    if (writes) c.written();
   };
   shape("rings.rawv", r.rawv, act, HV, &V);
   shape("rings.rawk", r.rawk, act, H, &K);
@@ -311,7 +288,7 @@ VerifyArgs check(const VerifyParams& p, const char* op) {
       .shape({rows, steps, step.HV, step.V, step.K})
       .same_device()
       .inner_contiguous(2)
-      .no_self_overlap();
+      .written();
   a.snapshots = array(p.snapshots);
   all_or_none(check, {{"conv_q", p.conv_q.given()}, {"conv_k", p.conv_k.given()}, {"conv_v", p.conv_v.given()}});
   if (p.conv_q.given()) {
@@ -321,41 +298,17 @@ VerifyArgs check(const VerifyParams& p, const char* op) {
           {"conv_k", &p.conv_k, step.H * step.K, &a.k},
           {"conv_v", &p.conv_v, step.HV * step.V, &a.v}}) {
       check.arg(name, *t).dtype(step.act).shape({rows, Dim::any("steps"), channels, kWindow}).same_device();
-      check.arg(name, distinct_inputs(*t)).no_self_overlap();
+      check.arg(name, distinct_inputs(*t)).written();
       channel->windows = array(*t);
     }
-  }
-  const std::initializer_list<std::pair<const char*, const TensorView*>> outputs = {
-      {"out", &step.out},          {"rings.rawv", &r.rawv}, {"rings.rawk", &r.rawk}, {"rings.g", &r.g},    {"rings.beta", &r.beta},
-      {"snapshots", &p.snapshots}, {"conv_q", &p.conv_q},   {"conv_k", &p.conv_k},   {"conv_v", &p.conv_v}};
-  for (auto o = outputs.begin(); o != outputs.end(); ++o) {
-    if (!o->second->given()) continue;
-    if (o != outputs.begin())
-      no_overlap(check, o->first, *o->second,
-                 {{"x_q", &step.x_q},
-                  {"x_k", &step.x_k},
-                  {"x_v", &step.x_v},
-                  {"w_q", &p.w_q},
-                  {"w_k", &p.w_k},
-                  {"w_v", &p.w_v},
-                  {"cs_q", &p.cs_q},
-                  {"cs_k", &p.cs_k},
-                  {"cs_v", &p.cs_v},
-                  {"g", &step.g},
-                  {"beta", &step.beta},
-                  {"A_log", &p.A_log},
-                  {"dt_bias", &p.dt_bias},
-                  {"state", &p.state},
-                  {"onorm_gate", &step.gate},
-                  {"onorm_weight", &p.onorm_weight}});
-    for (auto other = outputs.begin(); other != o; ++other) no_overlap(check, o->first, *o->second, {*other});
   }
   check.arg("rows", p.rows).dtype({DType::kInt32, DType::kInt64}).shape({Dim::at_least(step.N, "N")}).same_device();
   check.arg("parents", p.parents)
       .dtype({DType::kInt32, DType::kInt64})
       .shape({Dim::at_least(step.N, "N"), Dim::any("tokens")})
       .same_device();
-  if (p.update_state) check.arg("state", p.state).no_self_overlap();
+  if (p.update_state) check.arg("state", p.state).written();
+  check.outputs_apart();
   a.update_state = p.update_state;
   a.null_from_zero = p.null_from_zero;
   a.exact = p.exact;
@@ -415,25 +368,9 @@ VerifyArgs check(const DecodeParams& p, const char* op) {
   VerifyArgs a{};
   StepCheck step(check, p, a);
   step.tensors();
-  check.arg("state", p.state).no_self_overlap();
-  for (const auto& [name, t] : {std::pair{"cs_q", &p.cs_q}, {"cs_k", &p.cs_k}, {"cs_v", &p.cs_v}}) check.arg(name, *t).no_self_overlap();
-  for (const auto& [name, t] : {std::pair{"state", &p.state}, {"cs_q", &p.cs_q}, {"cs_k", &p.cs_k}, {"cs_v", &p.cs_v}})
-    no_overlap(check, name, *t,
-               {{"x_q", &step.x_q},
-                {"x_k", &step.x_k},
-                {"x_v", &step.x_v},
-                {"w_q", &p.w_q},
-                {"w_k", &p.w_k},
-                {"w_v", &p.w_v},
-                {"g", &step.g},
-                {"beta", &step.beta},
-                {"A_log", &p.A_log},
-                {"dt_bias", &p.dt_bias},
-                {"onorm_gate", &step.gate},
-                {"onorm_weight", &p.onorm_weight}});
-  no_overlap(check, "cs_q", p.cs_q, {{"state", &p.state}, {"cs_k", &p.cs_k}, {"cs_v", &p.cs_v}});
-  no_overlap(check, "cs_k", p.cs_k, {{"state", &p.state}, {"cs_v", &p.cs_v}});
-  no_overlap(check, "cs_v", p.cs_v, {{"state", &p.state}});
+  check.arg("state", p.state).written();
+  for (const auto& [name, t] : {std::pair{"cs_q", &p.cs_q}, {"cs_k", &p.cs_k}, {"cs_v", &p.cs_v}}) check.arg(name, *t).written();
+  check.outputs_apart();
   a.update_state = true;
   a.update_windows = p.w_q.given();
   a.steps = std::numeric_limits<std::int64_t>::max();
@@ -497,7 +434,7 @@ FoldArgs check(const FoldParams& p, const char* op) {
   check_head_dim(check, "state", "a head dimension K", K);
   check_head_dim(check, "state", "a head dimension V", V);
   check_state(check, "state", p.state, has_layers ? 1 : 0);
-  check.arg("state", p.state).no_self_overlap();
+  check.arg("state", p.state).written();
   if (has_layers)
     check.require(layers <= 1 || p.state.strides[0] % 4 == 0, "state", "a layer pitch that is a multiple of 4 elements",
                   "stride " + std::to_string(p.state.strides[0]));
@@ -506,8 +443,6 @@ FoldArgs check(const FoldParams& p, const char* op) {
   check_rings(check, p.rings, p.rings.rawv.dtype, a.scalar_gate, has_layers ? 1 : 0, layers, slots, HV, H, L, V, K, false);
   check.require(H >= 1 && HV % H == 0, "rings.rawk", "a number of heads that divides HV=" + std::to_string(HV), std::to_string(H));
   check.require(slots >= pool, "rings.rawv", "at least pool=" + std::to_string(pool) + " slots", std::to_string(slots));
-  no_overlap(check, "state", p.state,
-             {{"rings.rawv", &p.rings.rawv}, {"rings.rawk", &p.rings.rawk}, {"rings.g", &p.rings.g}, {"rings.beta", &p.rings.beta}});
   check_index(check, "slots", p.slots, N);
   check_index(check, "accept", p.accept, N);
   all_or_none(check, {{"track", p.track.given()}, {"track_step", p.track_step.given()}});
@@ -515,6 +450,7 @@ FoldArgs check(const FoldParams& p, const char* op) {
     check_index(check, "track", p.track, N);
     check_index(check, "track_step", p.track_step, N);
   }
+  check.outputs_apart();
   a.state = array(layered(p.state, has_layers));
   a.rawv = array(layered(p.rings.rawv, has_layers)), a.rawk = array(layered(p.rings.rawk, has_layers));
   a.ring_g = array(layered(p.rings.g, has_layers)), a.ring_beta = array(layered(p.rings.beta, has_layers));
@@ -559,15 +495,10 @@ std::vector<RollbackArgs> check(const RollbackConvWindowsParams* params, std::in
     const RollbackConvWindowsParams& p = params[i];
     Checker check("rollback_conv_windows");
     Sym pool("pool"), C("C"), rows("rows"), steps("steps"), N("N");
-    check.arg("conv_pools", p.pool)
-        .required()
-        .dtype({DType::kBFloat16, DType::kFloat32})
-        .shape({pool, C, kWindow})
-        .same_device()
-        .no_self_overlap();
+    check.arg("conv_pools", p.pool).required().dtype({DType::kBFloat16, DType::kFloat32}).shape({pool, C, kWindow}).same_device().written();
     check.arg("intermediate_windows", p.windows).required().dtype(p.pool.dtype).shape({rows, steps, C, kWindow}).same_device();
-    no_overlap(check, "conv_pools", p.pool, {{"intermediate_windows", &p.windows}});
-    for (std::int64_t j = 0; j < i; ++j) no_overlap(check, "conv_pools", p.pool, {{"another pool", &params[j].pool}});
+    for (std::int64_t j = 0; j < i; ++j)
+      check.require(!core::may_overlap(p.pool, params[j].pool), "conv_pools", "memory of its own", "memory that overlaps another pool");
     check_index(check, "slots", p.slots, N);
     check_index(check, "last_correct_step", p.last_correct_step, N);
     if (p.rows.given()) check.arg("rows", p.rows).dtype({DType::kInt32, DType::kInt64}).shape({Dim::at_least(N, "N")}).same_device();
@@ -576,6 +507,7 @@ std::vector<RollbackArgs> check(const RollbackConvWindowsParams* params, std::in
       check_index(check, "track_slots", p.track_slots, N);
       check_index(check, "track_steps", p.track_steps, N);
     }
+    check.outputs_apart();
     RollbackArgs a{};
     a.pool = array(p.pool), a.windows = array(p.windows);
     a.channels = C, a.N = N, a.slot_count = pool, a.row_count = rows, a.steps = steps;

@@ -269,7 +269,7 @@ TEST(Kda, ACudaCallIsCheckedWithoutTouchingMemory) {
              {nowhere, DType::kFloat32, {2, 1, 4}, cuda}};
   f.rings.rawv.data = nowhere + (1 << 20), f.rings.rawk.data = nowhere + (2 << 20), f.rings.g.data = nowhere + (3 << 20);
   f.rings.beta.data = nowhere + (4 << 20);
-  f.slots = {nowhere, DType::kInt32, {1}, cuda}, f.accept = {nowhere, DType::kInt32, {1}, cuda};
+  f.slots = {nowhere + (5 << 20), DType::kInt32, {1}, cuda}, f.accept = {nowhere + (6 << 20), DType::kInt32, {1}, cuda};
   if constexpr (core::cuda_built()) {
     const CheckOnly only;
     fold(f);
