@@ -1,6 +1,5 @@
 // Parameters -> check once -> Args -> the backend.
 #include <algorithm>
-#include <cstring>
 
 #include "core/dispatch.hpp"
 #include "kda/check.hpp"
