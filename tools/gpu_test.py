@@ -67,15 +67,18 @@ def sanitize(tool, program, results, timeout):
     """Errors that the tool reports in the program, None if it gave no verdict; and the log."""
     log = results / f"{program.name}.{tool}.log"
     command = [sanitizer(), "--tool", tool, "--error-exitcode", "0", "--print-limit", "20", *([] if tool != "memcheck" else ["--leak-check", "no"])]
-    command += [str(program)] + ([tool] if program.name == "planted_fault" else ["--gtest_brief=1"])
+    if program.suffix == ".py":
+        command += [sys.executable, str(program), "1", "150"]
+    else:
+        command += [str(program)] + ([tool] if program.name == "planted_fault" else ["--gtest_brief=1"])
     with open(log, "wb") as out:
         try:
-            subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=dict(environment(), SPECSTATE_GPU_SMALL="1"), timeout=timeout)
+            subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=dict(environment(), SPECSTATE_GPU_SMALL="1", PYTORCH_NO_CUDA_MEMORY_CACHING="1"), timeout=timeout)
         except subprocess.TimeoutExpired:
             out.write(b"\ngpu_test: ran past its limit\n")
     text = log.read_text(errors="replace")
     found = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", text)
-    failed = re.search(r"\[  FAILED  \]|ran past its limit", text)
+    failed = re.search(r"\[  FAILED  \]|ran past its limit|^Traceback|the GPU faulted|supports says", text, re.M)
     return (None if not found or failed else sum(map(int, found))), log
 
 
@@ -175,10 +178,19 @@ def main():
             print("FAILED sanitizers: compute-sanitizer is not on this machine")
             families[family_of(programs[0].name)]["failed"] += 1
         else:
+            calls = ROOT / "tests" / "gpu" / "gpu_calls.py"  # garbled calls of every family: nothing outside an array may be touched
             with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+                garbled = pool.submit(sanitize, "memcheck", calls, results, options.timeout)
                 planted = dict(zip(TOOLS, pool.map(lambda t: sanitize(t, BUILD / "gpu-tests" / "planted_fault", results, options.timeout), TOOLS)))
                 runs = [(tool, p) for p in programs for tool in TOOLS]
                 found = pool.map(lambda run: sanitize(*run, results, options.timeout), runs)
+            errors, log = garbled.result()
+            print(f"{'ok' if errors == 0 else 'FAILED':6} memcheck   {calls.name:36} {'no verdict' if errors is None else errors} errors")
+            if errors != 0:
+                print("\n".join("    " + line for line in log.read_text(errors="replace").splitlines()[-40:]))
+            if "binding" in families:
+                families["binding"]["sanitizers"]["memcheck"] = "clean" if errors == 0 else "no verdict" if errors is None else f"{errors} errors"
+                families["binding"]["passed" if errors == 0 else "failed"] += 1
             blind = [t for t in TOOLS if not planted[t][0]]
             for tool in blind:
                 print(f"FAILED {tool} did not report the planted fault:\n" + planted[tool][1].read_text(errors="replace")[-1500:])

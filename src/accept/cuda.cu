@@ -1,6 +1,7 @@
 // Acceptance on the GPU. What it decides equals the CPU's to the bit: the same comparisons on the same float64 values, sums in the same
 // order (RunningSum of layout.hpp, whose blocks and groups are summed by different threads here). A row that the CPU would refuse for
 // what it holds is a padding row: length 0, tokens 0. One launch a call; every output is written.
+#include <algorithm>
 #include <string>
 
 #include "accept/args.hpp"
@@ -61,16 +62,16 @@ __global__ void __launch_bounds__(kWarp* kGreedyWarps) greedy(const VerifyGreedy
 
 // ---------------------------------------------------------------------------------------------------------------- rejection
 
-constexpr int kThreads = 256;
-constexpr std::int64_t kTile = kThreads * kSumBlock;  // ids that a block of threads sums at a time, a sum block a thread
-constexpr int kPitch = kSumBlock + 1;                 // a sum block in shared memory: no two threads on one bank
-constexpr int kMaxGroups = 1024;                      // of a row: 4.2 million ids
+constexpr int kThreads = 512, kBlocks = 256;         // a tile: 256 sum blocks, one a thread of the first 256
+constexpr std::int64_t kTile = kBlocks * kSumBlock;  // ids
 constexpr std::int64_t kGroupsOfTile = kTile / kSumGroup;
-constexpr std::size_t kTileBytes = sizeof(double) * kThreads * kPitch;
+constexpr int kPitch = kSumBlock + 1;  // a sum block in shared memory: neighbours start on other banks
+constexpr int kMaxGroups = 1024;       // of a row: 4.2 million ids
+constexpr std::size_t kTileBytes = sizeof(double) * kBlocks * kPitch;
 
 struct RejectionShared {
   double group[kMaxGroups];  // in the first block of the cluster: sums of the groups of the row
-  double block[kThreads];
+  double block[kBlocks];
   double threshold, before;  // of the draw; the sum of what stands before the group in hand
   std::int64_t accepted;     // proposals that stand, -1: a padding row
   std::int64_t proposal;     // the one that fell
@@ -161,29 +162,38 @@ __device__ int weigh(const VerifyRejectionArgs& x, std::int64_t r, bool residual
     tile[i / kSumBlock * kPitch + i % kSumBlock] -= 1;
   }
   __syncthreads();
-  double sum = 0;
   int last = -1;
-  const int mine = min(static_cast<int>(kSumBlock), count - thread * static_cast<int>(kSumBlock));
+  if (thread < kBlocks) {
+    double sum = 0;
+    const double* of_block = tile + thread * kPitch;
+    const int mine = min(static_cast<int>(kSumBlock), count - thread * static_cast<int>(kSumBlock));
+    const auto add = [&](int i) {
+      const double w = mass(of_block[i]);
+      if (w > 0) last = static_cast<int>(begin) + thread * static_cast<int>(kSumBlock) + i;
+      sum += w;
+    };
+    if (mine == kSumBlock) {
 #pragma unroll 16
-  for (int i = 0; i < mine; ++i) {
-    const double w = mass(tile[thread * kPitch + i]);
-    if (w > 0) last = static_cast<int>(begin) + thread * static_cast<int>(kSumBlock) + i;
-    sum += w;
+      for (int i = 0; i < static_cast<int>(kSumBlock); ++i) add(i);
+    } else {
+      for (int i = 0; i < mine; ++i) add(i);
+    }
+    s.block[thread] = sum;
   }
-  s.block[thread] = sum;
   __syncthreads();
   return last;
 }
 
-/// The first of 64 terms with which the sum, `with(i)`, is beyond the threshold; `pass(i)` adds a term that it is not. No early exit: the
-/// loads of an unrolled loop run ahead of the one chain of additions.
-template <class With, class Pass>
-__device__ __forceinline__ int first_beyond(double threshold, With&& with, Pass&& pass) {
+/// Walks 64 terms of a running sum: the first with which base + (before + sum) is beyond the threshold, and the sum before it. No
+/// early exit: one chain of additions, with everything else beside it.
+__device__ __forceinline__ int first_beyond(double threshold, double base, double before, const double* terms, double* sum_before) {
+  double sum = 0;
   int found = static_cast<int>(kSumBlock);
 #pragma unroll 16
   for (int i = 0; i < static_cast<int>(kSumBlock); ++i) {
-    if (found == static_cast<int>(kSumBlock) && with(i) > threshold) found = i;
-    if (found == static_cast<int>(kSumBlock)) pass(i);
+    const double next = sum + mass(terms[i]);
+    if (found == static_cast<int>(kSumBlock) && base + (before + next) > threshold) found = i, *sum_before = sum;
+    sum = next;
   }
   return found;
 }
@@ -214,7 +224,8 @@ __global__ void __launch_bounds__(kThreads) rejection(const VerifyRejectionArgs 
       if (thread % kWarp == 0 && last >= 0) atomicMax(&first->last, last);
       if (thread < kGroupsOfTile && begin + thread * kSumGroup < x.vocab) {
         double sum = 0;
-        for (int b = 0; b < 64; ++b) sum += s.block[thread * 64 + b];  // blocks beyond the row are 0
+#pragma unroll 16
+        for (int i = 0; i < 64; ++i) sum += s.block[thread * 64 + i];  // blocks beyond the row are 0
         first->group[begin / kSumGroup + thread] = sum;
       }
     }
@@ -225,27 +236,26 @@ __global__ void __launch_bounds__(kThreads) rejection(const VerifyRejectionArgs 
         double total = 0;
 #pragma unroll 8
         for (int g = 0; g < groups; ++g) total += s.group[g];
-        s.threshold = real_at(x.uniforms, element_offset(x.uniforms, r, x.width - 1)) * total;
-        s.before = 0, s.drawn_group = -1, s.token = last;  // u * total rounded up to the total: the last with mass
-        for (int g = 0; g < groups && s.drawn_group < 0; ++g)
-          if (s.before + s.group[g] > s.threshold)
-            s.drawn_group = g;
-          else
-            s.before += s.group[g];
+        const double threshold = real_at(x.uniforms, element_offset(x.uniforms, r, x.width - 1)) * total;
+        double before = 0, sum = 0;
+        int drawn = -1;
+#pragma unroll 8
+        for (int g = 0; g < groups; ++g) {
+          const double next = sum + s.group[g];
+          if (drawn < 0 && next > threshold) drawn = g, before = sum;
+          sum = next;
+        }
+        s.threshold = threshold, s.before = before, s.drawn_group = drawn;
+        s.token = last;  // stays where u * total was rounded up to the total: the last with mass
       }
       __syncthreads();
       if (s.drawn_group >= 0) {
         const std::int64_t begin = s.drawn_group * kSumGroup;
         weigh(x, r, residual, begin, static_cast<int>(min(static_cast<std::int64_t>(kSumGroup), x.vocab - begin)), tile, s);
         if (thread == 0) {
-          double blocks = 0;
-          const int b = first_beyond(
-              s.threshold, [&](int i) { return s.before + (blocks + s.block[i]); }, [&](int i) { blocks += s.block[i]; });
-          double ids = 0;
-          const double* of_block = tile + b * kPitch;
-          const int i = first_beyond(
-              s.threshold, [&](int k) { return s.before + (blocks + (ids + mass(of_block[k]))); },
-              [&](int k) { ids += mass(of_block[k]); });
+          double blocks = 0, ids = 0;
+          const int b = first_beyond(s.threshold, s.before, 0, s.block, &blocks);
+          const int i = first_beyond(s.threshold, s.before, blocks, tile + b * kPitch, &ids);
           s.token = begin + b * kSumBlock + i;
         }
       }
@@ -272,7 +282,8 @@ __global__ void __launch_bounds__(kThreads) rejection(const VerifyRejectionArgs 
 
 // ------------------------------------------------------------------------------------------------------------- verify lengths
 
-constexpr int kPlanThreads = 1024, kMaxEntries = 16384;
+constexpr int kMaxEntries = 16384;
+constexpr unsigned kMaxPlanThreads = 1024;
 
 /// Entries of all rows in shared memory, ranked by a bitonic sort: key = the survival's bits, falling (beyond the cap: the largest key),
 /// place = proposal * batch + row breaks ties.
@@ -289,7 +300,7 @@ __device__ int rank(const PlanVerifyLengthsArgs& x, const TensorView& confidence
   const int thread = static_cast<int>(threadIdx.x);
   __syncthreads();
   if (thread == 0) *count = 0;
-  for (int i = thread; i < e.capacity; i += kPlanThreads) {
+  for (int i = thread; i < e.capacity; i += static_cast<int>(blockDim.x)) {
     // Confidences first, all at once; each is replaced by its survival below.
     double c = 1;
     if (confidences.given() && i < x.batch * x.proposals) {
@@ -299,7 +310,7 @@ __device__ int rank(const PlanVerifyLengthsArgs& x, const TensorView& confidence
     e.key[i] = static_cast<std::uint64_t>(__double_as_longlong(c)), e.place[i] = ~0u;
   }
   __syncthreads();
-  for (std::int64_t r = thread; r < x.batch; r += kPlanThreads) {
+  for (std::int64_t r = thread; r < x.batch; r += blockDim.x) {
     std::int64_t limit = x.proposals;
     if (x.max_lens.given()) limit = min(limit, index_at(x.max_lens, r * x.max_lens.strides[0]) - 1);
     double survival = 1;
@@ -313,18 +324,22 @@ __device__ int rank(const PlanVerifyLengthsArgs& x, const TensorView& confidence
     }
     if (chosen > 0) atomicAdd(count, chosen);
   }
-  for (int i = static_cast<int>(x.batch * x.proposals) + thread; i < e.capacity; i += kPlanThreads) e.key[i] = ~0ull;
+  for (int i = static_cast<int>(x.batch * x.proposals) + thread; i < e.capacity; i += static_cast<int>(blockDim.x)) e.key[i] = ~0ull;
+  // Where the partners are at most 32 apart, a warp's 32 pairs are 64 neighbours that nobody else touches.
+  bool alone = false;
   for (int size = 2; size <= e.capacity; size *= 2)
     for (int step = size / 2; step > 0; step /= 2) {
-      __syncthreads();
-      for (int t = thread; t < e.capacity / 2; t += kPlanThreads) {
+      if (step <= kWarp && alone)
+        __syncwarp();
+      else
+        __syncthreads();
+      alone = step <= kWarp;
+      for (int t = thread; t < e.capacity / 2; t += static_cast<int>(blockDim.x)) {
         const int i = 2 * t - (t & (step - 1)), j = i + step;
-        const bool greater = e.key[i] != e.key[j] ? e.key[i] > e.key[j] : e.place[i] > e.place[j];
-        if (greater == ((i & size) == 0)) {
-          const std::uint64_t key = e.key[i];
-          const std::uint32_t place = e.place[i];
-          e.key[i] = e.key[j], e.place[i] = e.place[j], e.key[j] = key, e.place[j] = place;
-        }
+        const std::uint64_t a = e.key[i], b = e.key[j];
+        const std::uint32_t u = e.place[i], v = e.place[j];
+        const bool greater = a != b ? a > b : u > v;
+        if (greater == ((i & size) == 0)) e.key[i] = b, e.place[i] = v, e.key[j] = a, e.place[j] = u;
       }
     }
   __syncthreads();
@@ -338,53 +353,60 @@ struct Table {
   double speed[kMaxStaged];
 };
 
-/// The m of the highest (batch + sum of the m best) * speed(batch + m), the smallest of equals. A sum block a thread.
+/// The m of the highest (batch + sum of the m best) * speed(batch + m), the smallest of equals. The keys become the running sums.
 __device__ int budget(const PlanVerifyLengthsArgs& x, const Ranks& e, int entries, double* block, Table* table, double* rates,
                       int* counts) {
-  const int thread = static_cast<int>(threadIdx.x);
+  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
   constexpr int kBlock = static_cast<int>(kSumBlock);
-  const int begin = thread * kBlock, end = min(begin + kBlock, entries);
-  if (begin < kMaxEntries) {
-    double sum = 0;
-    for (int i = begin; i < end; ++i) sum += e.survival(i);
-    block[thread] = sum;
-  }
-  double best_rate = -1;
-  int best = 0;
+  auto* running = reinterpret_cast<double*>(e.key);
   const bool staged = x.probes <= kMaxStaged;
-  if (staged && thread < x.probes) {
-    table->tokens[thread] = index_at(x.probe_tokens, thread * x.probe_tokens.strides[0]);
-    table->speed[thread] = real_at(x.speed, thread * x.speed.strides[0]);
+  for (int i = thread; staged && i < x.probes; i += threads) {
+    table->tokens[i] = index_at(x.probe_tokens, i * x.probe_tokens.strides[0]);
+    table->speed[i] = real_at(x.speed, i * x.speed.strides[0]);
+  }
+  // A sum block a thread: its own running sum first, then what the blocks before it come to.
+  for (int b = thread; b * kBlock < entries; b += threads) {
+    double sum = 0;
+    const int end = min((b + 1) * kBlock, entries);
+#pragma unroll 8
+    for (int i = b * kBlock; i < end; ++i) {
+      sum += e.survival(i);
+      running[i] = sum;
+    }
+    block[b] = sum;
   }
   __syncthreads();
+  double best_rate = -1;
+  int best = 0;
   const auto speed = [&](std::int64_t probe) { return staged ? table->speed[probe] : real_at(x.speed, probe * x.speed.strides[0]); };
   const auto tokens = [&](std::int64_t probe) {
     return staged ? table->tokens[probe] : index_at(x.probe_tokens, probe * x.probe_tokens.strides[0]);
   };
-  if (thread == 0 || begin < entries) {
-    double groups = 0, blocks = 0, terms = 0;
-    for (int b = 0; b < thread; ++b) {
-      blocks += block[b];
-      if ((b + 1) % 64 == 0) groups += blocks, blocks = 0;
+  double groups = 0, blocks = 0;
+  int passed = 0;  // blocks in the two sums
+  for (int m = thread; m <= entries; m += threads) {
+    double sum = 0;
+    if (m > 0) {
+      for (; passed < (m - 1) / kBlock; ++passed) {
+        blocks += block[passed];
+        if ((passed + 1) % 64 == 0) groups += blocks, blocks = 0;
+      }
+      sum = groups + (blocks + running[m - 1]);
     }
     std::int64_t probe = 0;
-    for (std::int64_t low = 1, high = x.probes; low < high;) {  // the last probe <= batch + begin
+    for (std::int64_t low = 1, high = x.probes; low < high;) {  // the last probe <= batch + m
       const std::int64_t middle = (low + high) / 2;
-      if (tokens(middle) <= x.batch + begin) {
+      if (tokens(middle) <= x.batch + m) {
         probe = middle, low = middle + 1;
       } else {
         high = middle;
       }
     }
-    for (int m = thread == 0 ? 0 : begin + 1; m <= end; ++m) {
-      if (m > 0) terms += e.survival(m - 1);
-      while (probe + 1 < x.probes && tokens(probe + 1) <= x.batch + m) ++probe;
-      const double rate = (static_cast<double>(x.batch) + (groups + (blocks + terms))) * speed(probe);
-      if (rate > best_rate) best_rate = rate, best = m;
-    }
+    const double rate = (static_cast<double>(x.batch) + sum) * speed(probe);
+    if (rate > best_rate) best_rate = rate, best = m;
   }
   rates[thread] = best_rate, counts[thread] = best;
-  for (int step = kPlanThreads / 2; step > 0; step /= 2) {
+  for (int step = threads / 2; step > 0; step /= 2) {
     __syncthreads();
     if (thread < step &&
         (rates[thread + step] > rates[thread] || (rates[thread + step] == rates[thread] && counts[thread + step] < counts[thread])))
@@ -395,24 +417,24 @@ __device__ int budget(const PlanVerifyLengthsArgs& x, const Ranks& e, int entrie
 }
 
 /// One block: the whole batch competes for one budget.
-__global__ void __launch_bounds__(kPlanThreads, 1) plan(const PlanVerifyLengthsArgs x, int capacity) {
+__global__ void __launch_bounds__(kMaxPlanThreads, 1) plan(const PlanVerifyLengthsArgs x, int capacity) {
   extern __shared__ std::uint64_t entries[];
-  __shared__ double block[kMaxEntries / kSumBlock], rates[kPlanThreads];
-  __shared__ int counts[kPlanThreads], count;
+  __shared__ double block[kMaxEntries / kSumBlock], rates[kMaxPlanThreads];
+  __shared__ int counts[kMaxPlanThreads], count;
   __shared__ Table table;
   ptx::wait_for_previous();
   ptx::let_next_start();
   const int thread = static_cast<int>(threadIdx.x);
   const Ranks e{entries, reinterpret_cast<std::uint32_t*>(entries + capacity), capacity};
   auto* lens = x.verify_lens.as<std::int32_t>();
-  for (std::int64_t r = thread; r < x.batch; r += kPlanThreads) {
+  for (std::int64_t r = thread; r < x.batch; r += blockDim.x) {
     const std::int64_t cap = x.max_lens.given() ? index_at(x.max_lens, r * x.max_lens.strides[0]) : x.proposals + 1;
     lens[r * x.verify_lens.strides[0]] = cap < 1 ? 0 : x.probes == 0 ? static_cast<std::int32_t>(min(cap, x.proposals + 1)) : 1;
   }
   if (x.probes == 0) return;  // nothing is known of the cost: everything is verified
   const int m = budget(x, e, rank(x, x.lagged, e, &count), block, &table, rates, counts);
   const int chosen = min(m, rank(x, x.confidences, e, &count));
-  for (int i = thread; i < chosen; i += kPlanThreads) {  // a row's share is a prefix: its farthest proposal tells
+  for (int i = thread; i < chosen; i += static_cast<int>(blockDim.x)) {  // a row's share is a prefix: its farthest proposal tells
     const auto r = static_cast<std::int64_t>(e.place[i]) % x.batch, k = static_cast<std::int64_t>(e.place[i]) / x.batch;
     atomicMax(&lens[r * x.verify_lens.strides[0]], static_cast<int>(k + 2));
   }
@@ -449,8 +471,9 @@ void run(const PlanVerifyLengthsArgs& args, Stream stream) {
                                 " proposals on CUDA, got " + std::to_string(n) + ".");
   int capacity = 2;
   while (capacity < n && capacity < kMaxEntries) capacity *= 2;
-  launch(plan, {.grid = args.batch > 0 ? 1u : 0u, .block = kPlanThreads, .shared = capacity * std::size_t{12}, .overlap = true}, stream,
-         args, capacity);
+  const unsigned threads = std::clamp(static_cast<unsigned>(capacity / 2), 128u, kMaxPlanThreads);  // a power of two
+  launch(plan, {.grid = args.batch > 0 ? 1u : 0u, .block = threads, .shared = capacity * std::size_t{12}, .overlap = true}, stream, args,
+         capacity);
 }
 
 }  // namespace specstate::accept::cuda
