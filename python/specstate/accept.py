@@ -4,18 +4,14 @@
 one; CPU calls ignore it.
 """
 
-from ._arguments import kind_of
 from ._arrays import array_in, array_out, empty_like, shape_of
 from ._library import function
 from ._stream import stream_handle
 
 
-def _results(op, candidates, out):
+def _results(candidates, out):
     if out is not None:
-        if not isinstance(out, (tuple, list)) or len(out) != 2:
-            got = f"{type(out).__name__} of {len(out)}" if isinstance(out, (tuple, list)) else kind_of(out)
-            raise ValueError(f"{op}: out: expected a pair (accept_lens, out_tokens), got {got}.")
-        return tuple(out)
+        return out
     shape = shape_of("candidates", candidates)
     return empty_like(candidates, shape[:1], "int32"), empty_like(candidates, shape)
 
@@ -31,7 +27,7 @@ def verify_greedy(candidates, target_argmax, *, verify_lens=None, out=None, stre
     Returns (accept_lens, out_tokens): accept_lens counts the bonus token (1..W); out_tokens holds the accepted proposals, the
     bonus token, then zeros. Raises ValueError naming the argument; nothing is written then.
     """
-    accept_lens, out_tokens = _results("verify_greedy", candidates, out)
+    accept_lens, out_tokens = _results(candidates, out)
     function("accept_verify_greedy")(
         array_in("candidates", candidates),
         array_in("target_argmax", target_argmax),
@@ -58,7 +54,7 @@ def verify_rejection(candidates, draft_probs, target_probs, uniforms, *, verify_
     is zero); if all stand, one more token is drawn from the last row of p. Draws are by inverse CDF in id order, in float64.
     Returns (accept_lens, out_tokens) as `verify_greedy`. Raises ValueError naming the argument; nothing is written then.
     """
-    accept_lens, out_tokens = _results("verify_rejection", candidates, out)
+    accept_lens, out_tokens = _results(candidates, out)
     function("accept_verify_rejection")(
         array_in("candidates", candidates),
         array_in("draft_probs", draft_probs),
@@ -97,7 +93,7 @@ def plan_verify_lengths(
         array_in("probe_tokens", probe_tokens),
         array_in("steps_per_second", steps_per_second),
         array_in("max_lens", max_lens),
-        array_out("out", out),
+        array_out("verify_lens", out),
         stream_handle(stream, confidences),
     )
     return out

@@ -1,5 +1,4 @@
 // Parameters -> check once -> Args -> the backend.
-#include <string_view>
 #include <vector>
 
 #include "core/dispatch.hpp"
@@ -18,8 +17,6 @@ void check_shape(const char* op, const SwapShape& s) {
     check.require(n >= least && n <= INT32_MAX, name, std::to_string(least) + " to 2147483647", std::to_string(n));
   }
 }
-constexpr core::Names kBlockNames = {
-    {"top_k_tokens", "top_k_blocks"}, {"host_cache", "host_cache_k"}, {"device_buffer", "device_buffer_k"}};
 }  // namespace
 
 std::int64_t swap_state_bytes(const SwapShape& shape) {
@@ -42,48 +39,46 @@ SwapState swap_state_view(const SwapShape& shape, void* memory, Device device) {
   return s;
 }
 
-void reset_swap_state(const SwapState& state, const TensorView& requests, Stream) {
+void reset_swap_state(const SwapState& state, const TensorView& requests, Stream stream) {
   check_reset(state, requests);
-  core::on_backend("reset_swap_state", state.slot_tokens.device, [&] { cpu::reset(state, requests); });
+  core::on_backend(
+      "reset_swap_state", state.slot_tokens.device, [&] { cpu::reset(state, requests); }, [&] { cuda::reset(state, requests, stream); });
 }
 
-void swap_in(const SwapInParams& params, Stream stream) {
-  const SwapInArgs args = check(params);
-  core::on_backend(args.op, params.top_k_tokens.device, [&] { cpu::run(args, stream); });
+namespace {
+template <class Args>
+void dispatch(const TensorView& where, const Args& args, Stream stream) {
+  core::on_backend(
+      args.op, where.device, [&] { cpu::run(args, stream); }, [&] { cuda::run(args, stream); });
 }
+template <class Args, class Layers>
+void dispatch(const TensorView& where, const Args& args, const Layers& layers, Stream stream) {
+  const auto n = static_cast<std::int64_t>(layers.size());
+  core::on_backend(
+      args.op, where.device, [&] { cpu::run(args, layers.data(), n, stream); }, [&] { cuda::run(args, layers.data(), n, stream); });
+}
+}  // namespace
 
-void swap_in_single(const SwapInSingleParams& params, Stream stream) {
-  const bool blocks = params.op == std::string_view("load_blocks_to_device_buffer_mha");  // which spells these by its own names
-  core::with_names(blocks ? kBlockNames : core::Names{}, [&] {
-    const SwapInSingleArgs args = check(params);
-    core::on_backend(args.op, params.top_k_tokens.device, [&] { cpu::run(args, stream); });
-  });
-}
-
-void swap_in_spec(const SpecSwapParams& params, Stream stream) {
-  const SpecSwapArgs args = check(params);
-  core::on_backend(args.op, params.top_k_tokens.device, [&] { cpu::run(args, stream); });
-}
+void swap_in(const SwapInParams& params, Stream stream) { dispatch(params.top_k_tokens, check(params), stream); }
+void swap_in_single(const SwapInSingleParams& params, Stream stream) { dispatch(params.top_k_tokens, check(params), stream); }
+void swap_in_spec(const SpecSwapParams& params, Stream stream) { dispatch(params.top_k_tokens, check(params), stream); }
 
 void replay_plan(const ReplayPlanParams& params, Stream stream) {
   std::vector<CopyArgs> followers;
   const ReplayPlanArgs args = check(params, followers);
-  core::on_backend(args.op, params.miss_src.device,
-                   [&] { cpu::run(args, followers.data(), static_cast<std::int64_t>(followers.size()), stream); });
+  dispatch(params.miss_src, args, followers, stream);
 }
 
 void transfer_paged(const TransferPagedParams& params, Stream stream) {
   std::vector<TransferLayer> layers;
   const TransferArgs args = check(params, layers);
-  core::on_backend(args.op, params.src_indices.device,
-                   [&] { cpu::run(args, layers.data(), static_cast<std::int64_t>(layers.size()), stream); });
+  dispatch(params.src_indices, args, layers, stream);
 }
 
 void transfer_paged_pointers(const TransferPagedPointersParams& params, Stream stream) {
   std::vector<TransferLayer> layers;
   const TransferArgs args = check(params, layers);
-  core::on_backend(args.op, params.src_indices.device,
-                   [&] { cpu::run(args, layers.data(), static_cast<std::int64_t>(layers.size()), stream); });
+  dispatch(params.src_indices, args, layers, stream);
 }
 
 }  // namespace specstate::hisparse

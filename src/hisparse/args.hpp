@@ -14,7 +14,7 @@ struct Strided1 {
   T* data = nullptr;
   std::int64_t s0 = 0;
   SPECSTATE_HD T& operator()(std::int64_t i) const { return data[i * s0]; }
-  explicit operator bool() const { return data != nullptr; }
+  SPECSTATE_HD explicit operator bool() const { return data != nullptr; }
 };
 template <class T>
 struct Strided2 {
@@ -22,7 +22,7 @@ struct Strided2 {
   std::int64_t s0 = 0, s1 = 0;
   SPECSTATE_HD T& operator()(std::int64_t i, std::int64_t j) const { return data[i * s0 + j * s1]; }
   SPECSTATE_HD Strided1<T> row(std::int64_t i) const { return {data + i * s0, s1}; }
-  explicit operator bool() const { return data != nullptr; }
+  SPECSTATE_HD explicit operator bool() const { return data != nullptr; }
 };
 template <class T>
 struct Strided3 {
@@ -141,6 +141,8 @@ struct TransferArgs {
   Integers src, dst;  // [N]
   std::int64_t count;
   const char* op;
+  Integers src_ptrs = {}, dst_ptrs = {};  // [pointer_layers] addresses that only a kernel may read (on a GPU), else null
+  std::int64_t pointer_layers = 0;
 };
 /// One layer of a transfer; rows < 0: unknown.
 struct TransferLayer {
@@ -157,5 +159,14 @@ void run(const ReplayPlanArgs& args, const CopyArgs* followers, std::int64_t num
 void run(const TransferArgs& args, const TransferLayer* layers, std::int64_t num_layers, Stream stream);
 void reset(const SwapState& state, const TensorView& requests);
 }  // namespace cpu
+
+namespace cuda {
+void run(const SwapInArgs& args, Stream stream);
+void run(const SpecSwapArgs& args, Stream stream);
+void run(const SwapInSingleArgs& args, Stream stream);
+void run(const ReplayPlanArgs& args, const CopyArgs* followers, std::int64_t num_followers, Stream stream);
+void run(const TransferArgs& args, const TransferLayer* layers, std::int64_t num_layers, Stream stream);
+void reset(const SwapState& state, const TensorView& requests, Stream stream);
+}  // namespace cuda
 
 }  // namespace specstate::hisparse

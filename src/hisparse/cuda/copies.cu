@@ -1,0 +1,212 @@
+// Copies without policy: the recorded plan of a swap on all follower layers in one launch, DSv4 rows by index; and the reset of a state.
+//
+// The link is the limit, not the SMs: 32 blocks keep more rows in flight than it can carry, whatever the batch. Work is the list of
+// (miss, follower, pair), dealt to the warps round robin over all batch rows, so that one request with many misses is no tail. Each lane finds
+// one transfer (a search in the running counts of the batch rows), then the warp moves them four at a time.
+#include <algorithm>
+
+#include "cuda/launch.hpp"
+#include "hisparse/cuda/rows.cuh"
+
+namespace specstate::hisparse::cuda {
+namespace {
+
+constexpr int kThreads = 512;
+constexpr unsigned kReplayBlocks = 32;
+constexpr int kMostStreams = 64;  // pairs of buffers in one launch
+
+struct Streams {
+  PairGeometry at[kMostStreams];
+  i64 host_rows, device_rows, item;
+  int count, vec;
+  bool paged;
+};
+
+/// Lane l brings the l-th of up to 32 ways; the warp goes them.
+__device__ __forceinline__ void move_ways(int vec, i64 item, const Way& mine, u32 count) {
+  if (mine.scale) copy_scale(vec, mine.scale, mine.scale_to);
+  move_any(vec, mine.from, mine.to, count, static_cast<u32>(item));
+}
+
+__global__ void __launch_bounds__(kThreads) replay_kernel(const __grid_constant__ ReplayPlanArgs x, const __grid_constant__ Streams to) {
+  __shared__ u32 before[kThreads + 1];
+  __shared__ u32 warp_sum[32];
+  ptx::wait_for_previous();
+  ptx::let_next_start();
+  i64 real = x.batch;
+  if (x.num_real) real = min(max(static_cast<i64>(*x.num_real), i64{0}), x.batch);
+  const u32 warp = threadIdx.x / 32, warps = gridDim.x * (kThreads / 32), me = warp * gridDim.x + blockIdx.x;
+  const u32 streams = static_cast<u32>(to.count);
+  for (i64 first = 0; first < real; first += kThreads) {
+    const i64 b = first + threadIdx.x;
+    const u32 mine = b < real ? static_cast<u32>(min(max(static_cast<i64>(x.count(b)), i64{0}), x.capacity)) : 0;
+    u32 total;
+    u32 sum = warp_sum_before(mine, total);
+    if (lane_id() == 0) warp_sum[warp] = total;
+    __syncthreads();
+    sum += __reduce_add_sync(kFull, lane_id() < warp ? warp_sum[lane_id()] : 0);
+    before[threadIdx.x] = sum;
+    if (threadIdx.x == kThreads - 1) before[kThreads] = sum + mine;
+    __syncthreads();
+    const u64 work = static_cast<u64>(before[kThreads]) * streams;
+    for (u64 start = me; start < work; start += 32ull * warps) {
+      const u64 w = start + static_cast<u64>(lane_id()) * warps;
+      Way way{};
+      if (w < work) {
+        const u32 miss = static_cast<u32>(w / streams), stream = static_cast<u32>(w - static_cast<u64>(miss) * streams);
+        u32 row = 0;
+        for (u32 step = kThreads / 2; step > 0; step >>= 1)
+          if (before[row + step] <= miss) row += step;
+        const i64 src = x.src(first + row, miss - before[row]), dst = x.dst(first + row, miss - before[row]);
+        if (dst >= 0 && dst < to.device_rows && src >= 0 && src < to.host_rows) {
+          const PairGeometry& g = to.at[stream];
+          way.from = g.host + (to.paged ? layout::paged_value_offset(src) : layout::linear_offset(src, g.host_pitch));
+          way.to = g.device + (to.paged ? layout::paged_value_offset(dst) : layout::linear_offset(dst, g.device_pitch));
+          if (to.paged) {
+            way.scale = g.host + layout::paged_scale_offset(src);
+            way.scale_to = g.device + layout::paged_scale_offset(dst);
+          }
+        }
+      }
+      move_ways(to.vec, to.item, way, static_cast<u32>(min(u64{32}, (work - start + warps - 1) / warps)));
+    }
+    __syncthreads();
+  }
+}
+
+struct Layers {
+  TransferLayer at[kMostStreams];  // rows < 0: unknown
+  Integers src_ptrs, dst_ptrs;     // instead, if given
+  i64 count;
+};
+
+__global__ void __launch_bounds__(kThreads) transfer_kernel(const __grid_constant__ TransferArgs x, const __grid_constant__ Layers layers) {
+  ptx::wait_for_previous();
+  ptx::let_next_start();
+  const u64 warps = gridDim.x * (kThreads / 32), work = static_cast<u64>(x.count) * static_cast<u64>(layers.count);
+  for (u64 start = (threadIdx.x / 32) * gridDim.x + blockIdx.x; start < work; start += 32 * warps) {
+    const u64 w = start + lane_id() * warps;
+    Way way{};
+    if (w < work) {
+      const i64 i = static_cast<i64>(w / static_cast<u64>(layers.count)), l = static_cast<i64>(w) - i * layers.count;
+      const i64 src = x.src(i), dst = x.dst(i);
+      TransferLayer layer;
+      if (layers.src_ptrs.data)
+        layer = {reinterpret_cast<const std::byte*>(layers.src_ptrs(l)), reinterpret_cast<std::byte*>(layers.dst_ptrs(l)), -1, -1};
+      else
+        layer = layers.at[l];
+      const bool inside =
+          src >= 0 && dst >= 0 && (layer.src_rows < 0 || src < layer.src_rows) && (layer.dst_rows < 0 || dst < layer.dst_rows);
+      if (inside && layer.src != nullptr && layer.dst != nullptr)
+        way = {layer.src + layout::paged_value_offset(src), layer.dst + layout::paged_value_offset(dst),
+               layer.src + layout::paged_scale_offset(src), layer.dst + layout::paged_scale_offset(dst)};
+    }
+    const u64 all = reinterpret_cast<u64>(way.from) | reinterpret_cast<u64>(way.to);
+    const int vec = __all_sync(kFull, all % 16 == 0) ? 16 : __all_sync(kFull, all % 8 == 0) ? 8 : 1;
+    move_ways(vec, layout::kValueBytes, way, static_cast<u32>(min(u64{32}, (work - start + warps - 1) / warps)));
+  }
+}
+
+struct ResetArgs {
+  Integers requests;  // null: all
+  Strided2<std::int32_t> tokens, stamps;
+  Integers hints;
+  Strided1<std::int32_t> clock;
+  i64 count, slots, columns, hot, context;
+};
+
+/// Block (x, y): request x, every gridDim.y-th block of its columns.
+__global__ void reset_kernel(const __grid_constant__ ResetArgs x) {
+  ptx::wait_for_previous();
+  const i64 first = blockIdx.y * static_cast<i64>(blockDim.x) + threadIdx.x, step = gridDim.y * static_cast<i64>(blockDim.x);
+  for (i64 i = blockIdx.x; i < x.count; i += gridDim.x) {
+    const i64 r = x.requests.data ? x.requests(i) : i;
+    if (r < 0 || r >= x.slots) continue;
+    for (i64 c = first; c < x.columns; c += step) x.tokens(r, c) = -1;
+    for (i64 c = first; c < x.hot; c += step) x.stamps(r, c) = 0;
+    for (i64 t = first; t < x.context; t += step) x.hints.store(r, t, -1);
+    if (first == 0) x.clock(r) = 0;
+  }
+}
+
+}  // namespace
+
+void run(const ReplayPlanArgs& x, const CopyArgs* followers, std::int64_t num_followers, Stream stream) {
+  if (x.batch == 0) return;
+  i64 host_rows = INT64_MAX, device_rows = INT64_MAX;  // rows that exist everywhere
+  for (i64 f = 0; f < num_followers; ++f) {
+    host_rows = std::min(host_rows, followers[f].host_rows());
+    device_rows = std::min(device_rows, followers[f].device_rows());
+  }
+  for (i64 f = 0; f < num_followers;) {  // as many layers a launch as have rows of one kind
+    const CopyGeometry kind = geometry(followers[f]);
+    Streams to{};
+    to.host_rows = host_rows;
+    to.device_rows = device_rows;
+    to.item = kind.item;
+    to.vec = kind.vec;
+    to.paged = kind.paged;
+    for (; f < num_followers; ++f) {
+      const CopyGeometry g = geometry(followers[f]);
+      if (g.item != kind.item || g.paged != kind.paged || to.count + g.pairs > kMostStreams) break;
+      to.vec = std::min(to.vec, g.vec);
+      if (!g.skip)
+        for (int i = 0; i < g.pairs; ++i) to.at[to.count++] = g.pair[i];
+    }
+    if (to.count == 0) continue;
+    specstate::cuda::Launch shape;
+    shape.grid = kReplayBlocks;
+    shape.block = kThreads;
+    shape.overlap = true;
+    specstate::cuda::launch(&replay_kernel, shape, stream, x, to);
+  }
+}
+
+void run(const TransferArgs& x, const TransferLayer* layers, std::int64_t num_layers, Stream stream) {
+  if (x.count == 0) return;
+  specstate::cuda::Launch shape;
+  shape.block = kThreads;
+  shape.overlap = true;
+  const auto go = [&](const Layers& l) {
+    const i64 rows = x.count * l.count;
+    shape.grid = static_cast<unsigned>(std::clamp<i64>((rows + 63) / 64, 1, 64));
+    specstate::cuda::launch(&transfer_kernel, shape, stream, x, l);
+  };
+  if (x.src_ptrs.data) {
+    Layers l{};
+    l.src_ptrs = x.src_ptrs;
+    l.dst_ptrs = x.dst_ptrs;
+    l.count = x.pointer_layers;
+    if (l.count > 0) go(l);
+    return;
+  }
+  for (i64 first = 0; first < num_layers; first += kMostStreams) {
+    Layers l{};
+    l.count = std::min<i64>(kMostStreams, num_layers - first);
+    std::copy_n(layers + first, l.count, l.at);
+    go(l);
+  }
+}
+
+void reset(const SwapState& s, const TensorView& requests, Stream stream) {
+  ResetArgs x{};
+  const auto table = [](const TensorView& t) { return Strided2<std::int32_t>{t.as<std::int32_t>(), t.strides[0], t.strides[1]}; };
+  if (requests.given()) x.requests = {requests.data, requests.strides[0], 0, static_cast<int>(size_of(requests.dtype))};
+  x.tokens = table(s.slot_tokens);
+  x.stamps = table(s.slot_stamps);
+  x.hints = {s.token_slots.data, s.token_slots.strides[0], s.token_slots.strides[1], static_cast<int>(size_of(s.token_slots.dtype))};
+  x.clock = {s.clock.as<std::int32_t>(), s.clock.strides[0]};
+  x.slots = s.slot_tokens.sizes[0];
+  x.count = requests.given() ? requests.sizes[0] : x.slots;
+  x.columns = s.slot_tokens.sizes[1];
+  x.hot = s.slot_stamps.sizes[1];
+  x.context = s.token_slots.sizes[1];
+  if (x.count == 0) return;
+  specstate::cuda::Launch shape;
+  shape.grid = dim3(static_cast<unsigned>(std::min<i64>(x.count, 1024)), static_cast<unsigned>(std::clamp<i64>(x.context / 2048, 1, 32)));
+  shape.block = 256;
+  shape.overlap = true;
+  specstate::cuda::launch(&reset_kernel, shape, stream, x);
+}
+
+}  // namespace specstate::hisparse::cuda

@@ -1,0 +1,192 @@
+#pragma once
+// Moving rows: one warp a row, a few rows of each warp under way, since a row in host memory is more than a microsecond away.
+#include <string>
+
+#include "hisparse/args.hpp"
+#include "hisparse/cuda/bits.cuh"
+#include "hisparse/layout.hpp"
+#include "specstate/error.hpp"
+
+namespace specstate::hisparse::cuda {
+
+/// One pair of a CopyArgs for a kernel.
+struct PairGeometry {
+  const std::byte* host;
+  std::byte* device;
+  i64 host_pitch, device_pitch;
+};
+struct CopyGeometry {
+  PairGeometry pair[2];
+  i64 host_rows, device_rows, item;
+  int pairs, vec;  // vec: bytes that every row's place and size are a multiple of: 16, 8, 4, 1
+  bool paged, skip;
+};
+
+inline CopyGeometry geometry(const CopyArgs& c) {
+  CopyGeometry g{};
+  g.pairs = c.pairs;
+  g.paged = c.paged;
+  g.skip = c.skip_io;
+  g.item = c.paged ? layout::kValueBytes : c.item_bytes;
+  g.host_rows = c.host_rows();
+  g.device_rows = c.device_rows();
+  std::uint64_t all = static_cast<std::uint64_t>(g.item);
+  for (int i = 0; i < c.pairs; ++i) {
+    g.pair[i] = {c.host[i].base, c.device[i].base, c.host[i].pitch, c.device[i].pitch};
+    all |= reinterpret_cast<std::uint64_t>(c.host[i].base) | reinterpret_cast<std::uint64_t>(c.device[i].base);
+    if (!c.paged) all |= static_cast<std::uint64_t>(c.host[i].pitch) | static_cast<std::uint64_t>(c.device[i].pitch);
+  }
+  g.vec = all % 16 == 0 ? 16 : all % 8 == 0 ? 8 : all % 4 == 0 ? 4 : 1;
+  return g;
+}
+
+/// What the kernels keep in 32 bits.
+inline void check_rows(const char* op, const CopyGeometry& g) {
+  if (g.host_rows >= 0xFFFFFFFFll || g.item > INT32_MAX)
+    throw Error(ErrorKind::kNotImplemented, std::string(op) +
+                                                ": host_cache: expected fewer than 2^32 - 1 rows of less than 2^31 bytes, got " +
+                                                std::to_string(g.host_rows) + " of " + std::to_string(g.item) + ".");
+}
+
+__device__ __forceinline__ const std::byte* host_at(const CopyGeometry& g, int pair, i64 row) {
+  return g.pair[pair].host + (g.paged ? layout::paged_value_offset(row) : layout::linear_offset(row, g.pair[pair].host_pitch));
+}
+__device__ __forceinline__ std::byte* device_at(const CopyGeometry& g, int pair, i64 row) {
+  return g.pair[pair].device + (g.paged ? layout::paged_value_offset(row) : layout::linear_offset(row, g.pair[pair].device_pitch));
+}
+
+__device__ __forceinline__ void store_global(uint4* p, uint4 v) {
+  asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+template <class T>
+__device__ __forceinline__ void store_global(T* p, T v) {
+  *p = v;
+}
+__device__ __forceinline__ uint4 load_once(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ uint2 load_once(const uint2* p) {
+  uint2 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ u32 load_once(const u32* p) {
+  u32 v;
+  asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+__device__ __forceinline__ std::uint8_t load_once(const std::uint8_t* p) {
+  u32 v;
+  asm volatile("ld.global.nc.L1::no_allocate.u8 %0, [%1];" : "=r"(v) : "l"(p));
+  return static_cast<std::uint8_t>(v);
+}
+
+/// kRows rows on their way through the registers of a warp, kSteps pieces of T a lane each. The pieces are aligned to the 128-byte lines of
+/// the source, so that no line is asked for twice: over PCIe every request counts (measured: 18 % with few warps, 3 % with many).
+template <class T, int kRows, int kSteps>
+struct Flight {
+  static constexpr u32 kLine = sizeof(T) > 1 ? 128 / sizeof(T) : 1;                   // single bytes are not aligned to anything
+  static constexpr u32 kCover = 32 * kSteps * sizeof(T) - (sizeof(T) > 1 ? 128 : 0);  // bytes of a row that one flight surely takes
+  T piece[kRows][kSteps];
+
+  static __device__ __forceinline__ u32 first(const std::byte* from) {
+    return lane_id() - (static_cast<u32>(reinterpret_cast<u64>(from) / sizeof(T)) & (kLine - 1));  // wraps below 0: out of range
+  }
+  /// Lane l < kRows brings the address of row l, null for none.
+  __device__ __forceinline__ void load(const std::byte* mine, u32 pieces) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const auto* from = reinterpret_cast<const std::byte*>(__shfl_sync(kFull, reinterpret_cast<u64>(mine), i));
+      const u32 j = first(from), end = from != nullptr ? pieces : 0;
+#pragma unroll
+      for (u32 q = 0; q < kSteps; ++q) {
+        piece[i][q] = T{};  // else the compiler keeps its register alive from the kernel's start on
+        if (j + 32 * q < end) piece[i][q] = load_once(reinterpret_cast<const T*>(from) + (j + 32 * q));
+      }
+    }
+  }
+  /// The same addresses again, and the destinations; null drops a row.
+  __device__ __forceinline__ void store(const std::byte* mine, std::byte* target, u32 pieces) const {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      auto* to = reinterpret_cast<std::byte*>(__shfl_sync(kFull, reinterpret_cast<u64>(target), i));
+      const u32 j = first(reinterpret_cast<const std::byte*>(__shfl_sync(kFull, reinterpret_cast<u64>(mine), i)));
+      const u32 end = to != nullptr ? pieces : 0;
+#pragma unroll
+      for (u32 q = 0; q < kSteps; ++q)
+        if (j + 32 * q < end) store_global(reinterpret_cast<T*>(to) + (j + 32 * q), piece[i][q]);
+    }
+  }
+};
+
+/// Lane l brings the addresses of row l (null: none), up to 32 of them; the warp moves them.
+template <class T, int kRows, int kSteps>
+static __device__ __noinline__ void move_rows(const std::byte* from, std::byte* to, u32 rows, u32 bytes) {
+  using Group = Flight<T, kRows, kSteps>;
+#pragma unroll 1
+  for (u32 done = 0; done < bytes; done += Group::kCover) {
+    const u32 pieces = min(bytes - done, Group::kCover) / static_cast<u32>(sizeof(T));
+#pragma unroll 1
+    for (u32 i = 0; i < rows; i += kRows) {
+      const u64 f = __shfl_sync(kFull, reinterpret_cast<u64>(from), (i + lane_id()) & 31u),
+                t = __shfl_sync(kFull, reinterpret_cast<u64>(to), (i + lane_id()) & 31u);
+      const bool some = i + lane_id() < rows && f != 0 && t != 0;
+      const std::byte* const source = some ? reinterpret_cast<const std::byte*>(f) + done : nullptr;
+      Group group;
+      group.load(source, pieces);
+      group.store(source, some ? reinterpret_cast<std::byte*>(t) + done : nullptr, pieces);
+    }
+  }
+}
+__device__ __forceinline__ void move_any(int vec, const std::byte* from, std::byte* to, u32 rows, u32 bytes) {
+  if (vec == 16 && bytes <= Flight<uint4, 4, 2>::kCover)
+    move_rows<uint4, 4, 2>(from, to, rows, bytes);
+  else if (vec == 16)
+    move_rows<uint4, 2, 4>(from, to, rows, bytes);
+  else if (vec == 8)
+    move_rows<uint2, 2, 4>(from, to, rows, bytes);
+  else if (vec == 4)
+    move_rows<u32, 2, 4>(from, to, rows, bytes);
+  else
+    move_rows<std::uint8_t, 2, 4>(from, to, rows, bytes);
+}
+
+/// The scales of a DSv4 row lie in the same page, behind its values. One lane.
+__device__ __forceinline__ void copy_scale(int vec, const std::byte* from, std::byte* to) {
+  static_assert(layout::kScaleBytes == sizeof(uint2));
+  if (vec >= 8)
+    *reinterpret_cast<uint2*>(to) = load_once(reinterpret_cast<const uint2*>(from));
+  else
+    for (int i = 0; i < layout::kScaleBytes; ++i)
+      reinterpret_cast<std::uint8_t*>(to)[i] = load_once(reinterpret_cast<const std::uint8_t*>(from) + i);
+}
+
+/// From where to where a row goes.
+struct Way {
+  const std::byte* from;
+  std::byte* to;
+  const std::byte* scale;
+  std::byte* scale_to;
+};
+__device__ __forceinline__ Way way_of(const CopyGeometry& g, int pair, i64 src, i64 dst) {
+  Way way{host_at(g, pair, src), dst < 0 ? nullptr : device_at(g, pair, dst), nullptr, nullptr};
+  if (g.paged) {
+    way.scale = g.pair[pair].host + layout::paged_scale_offset(src);
+    way.scale_to = g.pair[pair].device + layout::paged_scale_offset(dst);
+  }
+  return way;
+}
+/// Lane l brings one pair of rows of the pools (dst < 0: none), up to 32 of them; the warp moves them in every pair of buffers.
+__device__ __forceinline__ void move_pool_rows(const CopyGeometry& g, i64 src, i64 dst, u32 rows) {
+#pragma unroll 1
+  for (int pair = 0; pair < g.pairs; ++pair) {
+    Way way{};
+    if (lane_id() < rows && dst >= 0) way = way_of(g, pair, src, dst);
+    if (way.scale) copy_scale(g.vec, way.scale, way.scale_to);
+    move_any(g.vec, way.from, way.to, rows, static_cast<u32>(g.item));
+  }
+}
+
+}  // namespace specstate::hisparse::cuda

@@ -1,0 +1,852 @@
+// HiSparse on the GPU equals the CPU, to the last byte of every table and pool, call after call on states that live on.
+#include <algorithm>
+#include <chrono>
+#include <memory>
+#include <numeric>
+#include <thread>
+
+#include "gpu_test.hpp"
+#include "specstate/hisparse.hpp"
+
+namespace specstate::gpu_test {
+template <>
+struct DTypeOf<std::int16_t> {
+  static constexpr DType value = DType::kInt16;
+};
+}  // namespace specstate::gpu_test
+
+using namespace specstate;
+using namespace specstate::hisparse;
+using namespace specstate::gpu_test;
+
+namespace {
+
+using i64 = std::int64_t;
+using i32 = std::int32_t;
+using i16 = std::int16_t;
+using u8 = std::uint8_t;
+std::size_t at(i64 i) { return static_cast<std::size_t>(i); }
+
+/// Pinned memory that both backends read, and that transfers write.
+class Pinned {
+ public:
+  explicit Pinned(i64 bytes, unsigned seed = 1) : bytes_(bytes) {
+    if (cudaMallocHost(&data_, at(std::max<i64>(bytes, 1))) != cudaSuccess) throw std::bad_alloc();
+    std::mt19937_64 random(seed);
+    for (i64 i = 0; i + 8 <= bytes; i += 8) {
+      const std::uint64_t x = random();
+      std::memcpy(static_cast<u8*>(data_) + i, &x, 8);
+    }
+  }
+  Pinned(const Pinned&) = delete;
+  ~Pinned() { cudaFreeHost(data_); }
+  u8* data() const { return static_cast<u8*>(data_); }
+  /// For a CUDA call the same memory, said to be pinned; for a CPU call plain memory.
+  TensorView rows(i64 rows, i64 item, Where where) const {
+    return TensorView(data_, DType::kUInt8, {rows, item}, {DeviceType::kCpu, 0, where == Where::kDevice});
+  }
+
+ private:
+  void* data_ = nullptr;
+  i64 bytes_;
+};
+
+constexpr i64 kPage = 37440;
+
+struct Random : std::mt19937 {
+  using std::mt19937::mt19937;
+  i64 pick(i64 low, i64 high) { return low + static_cast<i64>((*this)() % static_cast<unsigned>(high - low + 1)); }
+  bool one_in(unsigned n) { return (*this)() % n == 0; }
+};
+
+/// What all swaps share: pools, host rows, tables of R requests whose rows lie scattered.
+struct World {
+  Random random;
+  i64 R, H, P, L, C, item;
+  bool paged, two;
+  i64 host_rows, device_rows;
+  std::vector<std::unique_ptr<Pinned>> host;
+  std::vector<std::unique_ptr<Pair<u8>>> device;
+  std::unique_ptr<Pair<i64>> host_locs;
+  std::unique_ptr<Pair<i32>> slot_tokens, slot_locs, scratch;
+  std::vector<std::pair<const char*, Bytes*>> arrays;  // that must be equal after a call
+
+  World(unsigned seed, bool large, bool native, bool single)
+      : random(seed * 2654435761u + 17), R(random.pick(1, large ? 6 : 5)), H(large ? random.pick(300, 4200) : random.pick(1, 80)) {
+    P = single ? random.pick(1, 6) : random.pick(0, large ? 70 : 6);
+    L = large ? random.pick(H + 100, 20000) : random.pick(4, 200);
+    C = single ? 0 : random.pick(0, 1) * random.pick(0, large ? 500 : 40);
+    if (!native && !single) H = std::max(H, R);
+    constexpr i64 kItems[] = {16, 512, 576, 656, 1152, 1600, 2048, 4096, 1, 3, 8, 20, 584, 132, 24, 1000};
+    item = kItems[random() % (large ? 8 : 16)];
+    paged = (native || single) && random.one_in(5);
+    two = !paged && (native || single) && random.one_in(3);
+    if (paged) item = 584;
+    host_rows = R * L + 3;
+    device_rows = R * (H + P + C) + 2;
+    if (paged) host_rows = (host_rows + 63) / 64 * 64, device_rows = (device_rows + 63) / 64 * 64;
+    for (int i = 0; i < 1 + two; ++i) {
+      host.push_back(std::make_unique<Pinned>(bytes(host_rows), seed + static_cast<unsigned>(i)));
+      device.push_back(std::make_unique<Pair<u8>>(std::initializer_list<i64>{bytes(device_rows)}));
+      fill(*device.back());
+      arrays.emplace_back(i ? "device_buffer_v" : "device_buffer", device.back().get());
+    }
+    host_locs = std::make_unique<Pair<i64>>(std::initializer_list<i64>{R, L});
+    std::vector<i64> places(at(host_rows));
+    std::iota(places.begin(), places.end(), 0);
+    std::shuffle(places.begin(), places.end(), random);
+    places.resize(at(R * L));
+    for (i64& h : places)
+      if (random.one_in(16)) h = -1;
+    host_locs->set(places);
+    const i64 W = H + P;
+    slot_tokens = std::make_unique<Pair<i32>>(std::initializer_list<i64>{R, W}, std::vector<i32>(at(R * W), -1));
+    slot_locs = std::make_unique<Pair<i32>>(std::initializer_list<i64>{R, W});
+    scratch = std::make_unique<Pair<i32>>(std::initializer_list<i64>{R, C});
+    std::vector<i32> rows(at(device_rows));
+    std::iota(rows.begin(), rows.end(), 0);
+    std::shuffle(rows.begin(), rows.end(), random);
+    std::vector<i32> slots(rows.begin(), rows.begin() + R * W), spare(rows.begin() + R * W, rows.begin() + R * (W + C));
+    if (!single)
+      for (i32& s : slots)
+        if (random.one_in(16)) s = -1;
+    for (i32& s : spare)
+      if (random.one_in(8)) s = -1;
+    slot_locs->set(slots);
+    if (C > 0) scratch->set(spare);
+    arrays.emplace_back("slot_tokens", slot_tokens.get());
+    arrays.emplace_back("slot_locs", slot_locs.get());
+  }
+  i64 bytes(i64 rows) const { return paged ? rows / 64 * kPage : rows * item; }
+  void fill(Pair<u8>& pool) {
+    for (std::size_t i = 0; i < pool.size(); ++i) static_cast<u8*>(pool.host())[i] = static_cast<u8>(random() >> 9);
+    pool.upload();
+  }
+  TensorView pool(Pair<u8>& p, Where where) const {
+    TensorView v = p.view(where);
+    if (paged) return v;
+    v.ndim = 2, v.sizes[0] = v.sizes[0] / item, v.sizes[1] = item, v.strides[0] = item, v.strides[1] = 1;
+    return v;
+  }
+  TensorView host_pool(int i, Where where) const {
+    return paged ? TensorView(host[at(i)]->data(), DType::kUInt8, {bytes(host_rows)}, {DeviceType::kCpu, 0, where == Where::kDevice})
+                 : host[at(i)]->rows(host_rows, item, where);
+  }
+  KvBuffers buffers(Where where) {
+    KvBuffers b;
+    b.host_cache = host_pool(0, where);
+    b.device_buffer = pool(*device[0], where);
+    if (two) b.host_cache_v = host_pool(1, where), b.device_buffer_v = pool(*device[1], where);
+    return b;
+  }
+  RowLayout layout() const { return paged ? RowLayout::kDsv4Paged : RowLayout::kLinear; }
+};
+
+/// The arrays of one call, of a shape that stays so that a captured graph can be replayed with other contents.
+struct Selection {
+  i64 B, real, S, K;
+  Pair<i32> tokens, out, miss_dst, miss_count, num_real, misses, hits, lens32;
+  Pair<i64> miss_src, requests, lens;
+  bool plan;
+  Selection(i64 B, i64 S, i64 K, bool plan)
+      : B(B),
+        real(B),
+        S(S),
+        K(K),
+        tokens({B, S, K}),
+        out({B, S, K}),
+        miss_dst({B, S * K}),
+        miss_count({B}),
+        num_real({1}),
+        misses({B}),
+        hits({B}),
+        lens32({B * S}),
+        miss_src({B, S * K}),
+        requests({B}),
+        lens({B, S}),
+        plan(plan) {}
+
+  void draw(World& w, bool inside_lens) {
+    Random& random = w.random;
+    real = std::min<i64>(random.pick(0, B), w.R);
+    if (!random.one_in(4)) real = std::min(B, w.R);
+    std::vector<i64> ids(at(w.R)), n(at(B * S));
+    std::iota(ids.begin(), ids.end(), 0);
+    std::shuffle(ids.begin(), ids.end(), random);
+    ids.resize(at(B));
+    for (i64 b = real; b < B; ++b) ids[at(b)] = random.pick(-9, 9);
+    requests.set(ids);
+    num_real.set({static_cast<i32>(real)});
+    const bool late = random.one_in(2);
+    for (i64& x : n) x = late ? w.L - random.pick(0, 3) : random.pick(inside_lens ? 1 : -2, w.L);
+    lens.set(n);
+    lens32.set(std::vector<i32>(n.begin(), n.end()));
+    std::vector<i32> t(at(B * S * K));
+    const i64 mode = random.pick(0, 3), first = random.pick(0, w.L - 1), focus = random.pick(1, w.L);
+    for (i32& x : t)
+      x = static_cast<i32>(mode == 0 || random.one_in(10) ? random.pick(-3, w.L + 3)
+                                                          : (first + random.pick(0, std::max<i64>(1, focus / (mode == 1 ? 8 : 1)))) % w.L);
+    tokens.set(t);
+    for (Bytes* b : std::initializer_list<Bytes*>{&out, &miss_dst, &miss_count, &misses, &hits, &miss_src}) {
+      std::memset(b->host(), Bytes::kPoison, b->size());
+      b->upload();
+    }
+    // What the caller does between calls: tail columns get tokens, hot slots are emptied.
+    i32* slots = w.slot_tokens->values();
+    for (i64 b = 0; b < real; ++b) {
+      const i64 row = ids[at(b)] * (w.H + w.P);
+      for (int i = 0; i < 3; ++i)
+        if (w.P > 0 && random.one_in(2))
+          slots[row + w.H + random.pick(0, w.P - 1)] = static_cast<i32>(random.pick(std::max<i64>(-1, w.L - w.P - 3), w.L));
+      if (random.one_in(3)) slots[row + random.pick(0, w.H - 1)] = -1;
+    }
+    w.slot_tokens->upload();
+  }
+  MissPlan plan_view(Where where) {
+    return plan ? MissPlan{miss_src.view(where), miss_dst.view(where), miss_count.view(where)} : MissPlan{};
+  }
+  std::string difference(const World& w, bool counts) {
+    for (const auto& [name, array] : w.arrays)
+      if (const std::string d = array->difference(); !d.empty()) return std::string(name) + ": " + d;
+    if (const std::string d = out.difference(); !d.empty()) return "out: " + d;
+    if (counts) {
+      if (const std::string d = misses.difference(); !d.empty()) return "unique_misses: " + d;
+      if (const std::string d = hits.difference(); !d.empty()) return "unique_hits: " + d;
+    }
+    if (!plan) return {};
+    if (const std::string d = miss_count.difference(); !d.empty()) return "miss_count: " + d;
+    const auto src = miss_src.download(), dst = miss_dst.download();  // beyond the count a plan is unspecified
+    for (i64 b = 0; b < real; ++b) {
+      const i64 n = miss_count.values()[b], from = b * S * K;
+      if (std::memcmp(src.data() + from * 8, miss_src.values() + from, at(n * 8)) != 0) return "miss_src of row " + std::to_string(b);
+      if (std::memcmp(dst.data() + from * 4, miss_dst.values() + from, at(n * 4)) != 0) return "miss_dst of row " + std::to_string(b);
+    }
+    return {};
+  }
+};
+
+/// One shape after another on a state that lives on; each is called once, captured, and replayed with other contents.
+template <class Call>
+::testing::AssertionResult run_shapes(World& w, Selection& s, int replays, bool inside_lens, bool counts, Call&& call) {
+  const OwnStream stream;
+  s.draw(w, inside_lens);
+  const auto check = [&](const char* how) -> ::testing::AssertionResult {
+    if (const auto done = stream.synchronize(); !done) return done;
+    const std::string d = s.difference(w, counts);
+    if (d.empty()) return ::testing::AssertionSuccess();
+    return ::testing::AssertionFailure() << how << ": " << d << " (R " << w.R << ", H " << w.H << ", P " << w.P << ", L " << w.L << ", C "
+                                         << w.C << ", item " << w.item << ", paged " << w.paged << ", two " << w.two << ", B " << s.B
+                                         << ", S " << s.S << ", K " << s.K << ")";
+  };
+  call(Where::kHost, Stream{});
+  call(Where::kDevice, stream);
+  if (const auto same = check("plain call"); !same) return same;
+  if (replays == 0) return ::testing::AssertionSuccess();
+  const Captured graph(stream, [&](Stream to) { call(Where::kDevice, to); });
+  for (int i = 0; i < replays; ++i) {
+    s.draw(w, inside_lens);
+    call(Where::kHost, Stream{});
+    if (const auto done = graph.replay(); !done) return done;
+    if (const auto same = check("replay"); !same) return same;
+  }
+  return ::testing::AssertionSuccess();
+}
+
+// ------------------------------------------------------------------------------------------------------ the native state
+
+struct NativeState {
+  bool narrow;
+  Pair<i32> stamps, clock, hints32;
+  Pair<i16> hints16;
+  explicit NativeState(World& w)
+      : narrow(!w.random.one_in(3)), stamps({w.R, w.H}), clock({w.R}), hints32({w.R, narrow ? 1 : w.L}), hints16({w.R, narrow ? w.L : 1}) {
+    w.arrays.emplace_back("slot_stamps", &stamps);
+    w.arrays.emplace_back("clock", &clock);
+    w.arrays.emplace_back("token_slots", narrow ? static_cast<Bytes*>(&hints16) : &hints32);
+  }
+  SwapState view(World& w, Where where) {
+    SwapState s;
+    s.slot_tokens = w.slot_tokens->view(where), s.slot_locs = w.slot_locs->view(where);
+    s.slot_stamps = stamps.view(where), s.clock = clock.view(where);
+    s.token_slots = narrow ? hints16.view(where) : hints32.view(where);
+    return s;
+  }
+};
+
+void native_world(unsigned seed, bool large, int shapes, int replays) {
+  SCOPED_TRACE(::testing::Message() << "seed " << seed << ", large " << large);
+  World w(seed, large, true, false);
+  NativeState state(w);
+  {
+    const OwnStream stream;
+    reset_swap_state(state.view(w, Where::kHost));
+    reset_swap_state(state.view(w, Where::kDevice), {}, stream);
+    ASSERT_TRUE(stream.synchronize());
+    for (const auto& [name, array] : w.arrays) ASSERT_EQ(array->difference(), "") << name << " after reset";
+  }
+  if (seed % 7 == 0) {  // the clock restarts in mid-life
+    for (i64 r = 0; r < w.R; ++r) state.clock.values()[r] = static_cast<i32>((1 << 30) - 1 - w.random.pick(0, 3));
+    state.clock.upload();
+  }
+  for (int i = 0; i < shapes; ++i) {
+    Selection s(w.random.pick(1, w.R + 2), w.random.pick(1, large ? 5 : 8), large ? w.random.pick(100, 2048) : w.random.pick(1, 40),
+                !w.random.one_in(4));
+    const bool wide = w.random.one_in(2), skip = w.random.one_in(8);
+    ASSERT_TRUE(run_shapes(w, s, replays, false, true, [&](Where where, Stream stream) {
+      SwapInParams p;
+      p.top_k_tokens = s.tokens.view(where);
+      p.seq_lens = s.lens.view(where);
+      if (!wide) {
+        p.seq_lens = s.lens32.view(where);
+        p.seq_lens.ndim = 2, p.seq_lens.sizes[0] = s.B, p.seq_lens.sizes[1] = s.S, p.seq_lens.strides[0] = s.S, p.seq_lens.strides[1] = 1;
+      }
+      p.req_pool_indices = s.requests.view(where), p.num_real_reqs = s.num_real.view(where);
+      p.host_cache_locs = w.host_locs->view(where), p.buffers = w.buffers(where), p.layout = w.layout();
+      p.state = state.view(w, where), p.scratch_locs = w.scratch->view(where);
+      p.top_k_device_locs = s.out.view(where), p.plan = s.plan_view(where);
+      p.unique_misses = s.misses.view(where), p.unique_hits = s.hits.view(where);
+      p.skip_io = skip;
+      swap_in(p, stream);
+    }));
+  }
+  if (w.R > 1) {                                                                 // one request starts anew
+    Pair<i32> one({3}, {static_cast<i32>(w.R - 1), -4, static_cast<i32>(w.R)});  // ids outside are ignored on the GPU
+    Pair<i32> valid({1}, {static_cast<i32>(w.R - 1)});
+    reset_swap_state(state.view(w, Where::kHost), valid.view(Where::kHost));
+    reset_swap_state(state.view(w, Where::kDevice), one.view(Where::kDevice));
+    SPECSTATE_GPU(cudaDeviceSynchronize());
+    for (const auto& [name, array] : w.arrays) ASSERT_EQ(array->difference(), "") << name << " after the reset of one request";
+  }
+}
+
+TEST(HisparseGpu, NativeSwapEqualsTheCpu) {
+  SPECSTATE_NEEDS_GPU();
+  for (unsigned seed = 1; seed <= (small() ? 2u : 150u) && !HasFailure(); ++seed) native_world(seed, false, 5, 4);
+  for (unsigned seed = 1; seed <= (small() ? 0u : 12u) && !HasFailure(); ++seed) native_world(1000 + seed, true, 2, 3);
+}
+
+// ------------------------------------------------------------------------------------------------------- sglang's state
+
+void sglang_world(unsigned seed, bool large, int shapes, int replays) {
+  SCOPED_TRACE(::testing::Message() << "seed " << seed << ", large " << large);
+  World w(seed, large, false, false);
+  i64 Z = 1;
+  while (Z < 2 * w.H) Z *= 2;
+  const i64 most = large ? 5 * 2048 : 8 * 40, columns = 5 * most + 4 * w.R + (5 * most + 4 * w.R) % 2;
+  Pair<i64> index({w.R, 2, Z}, std::vector<i64>(at(w.R * 2 * Z), -1));
+  Pair<i32> policy({w.R + 1, w.H}, std::vector<i32>(at((w.R + 1) * w.H), 0));
+  Pair<i32> counters({w.R + 1, columns}, std::vector<i32>(at((w.R + 1) * columns), 0));
+  if (seed % 3 == 0) {  // after a prefill: slot t holds token t, and the index does not know
+    for (i64 r = 0; r < w.R; ++r)
+      for (i64 s = 0; s < std::min(w.H, w.L); ++s) w.slot_tokens->values()[r * (w.H + w.P) + s] = static_cast<i32>(s);
+    w.slot_tokens->upload();
+  }
+  if (seed % 5 == 0) {  // foreign content
+    for (i64 i = 0; i < w.R * 2 * Z; ++i)
+      index.values()[i] = static_cast<i64>(w.random()) << 32 | (w.random() % static_cast<unsigned>(w.L));
+    index.upload();
+  }
+  if (seed % 4 == 0) {  // epochs wrap
+    int bits = 0;
+    while ((i64{1} << bits) < w.H) ++bits;
+    const int epoch_bits = std::min(23, 32 - bits);
+    for (i64 r = 0; r < w.R; ++r)
+      policy.values()[r] = static_cast<i32>(((1u << epoch_bits) - 3) << bits | static_cast<unsigned>(w.random.pick(0, w.H - 1)));
+    policy.upload();
+  }
+  w.arrays.emplace_back("cache_policy", &policy);
+  w.arrays.emplace_back("scratch_state", &counters);
+  for (int i = 0; i < shapes; ++i) {
+    Selection s(w.random.pick(1, w.R + 2), w.random.pick(1, large ? 5 : 8), large ? w.random.pick(100, 2048) : w.random.pick(1, 40),
+                !w.random.one_in(4));
+    ASSERT_TRUE(run_shapes(w, s, replays, false, false, [&](Where where, Stream stream) {
+      SpecSwapParams p;
+      p.top_k_tokens = s.tokens.view(where), p.seq_lens = s.lens32.view(where);
+      p.req_pool_indices = s.requests.view(where), p.num_real_reqs = s.num_real.view(where);
+      p.host_cache_locs = w.host_locs->view(where), p.buffers = w.buffers(where);
+      p.device_buffer_tokens = w.slot_tokens->view(where), p.device_buffer_locs = w.slot_locs->view(where);
+      p.cache_index = index.view(where), p.cache_policy = policy.view(where);
+      p.scratch_locs = w.scratch->view(where), p.scratch_state = counters.view(where);
+      p.top_k_device_locs = s.out.view(where), p.plan = s.plan_view(where);
+      p.limits = SpecSwapParams::Limits::kNone;
+      swap_in_spec(p, stream);
+    }));
+    // The index is not a result (displacements have no order on a GPU), but sglang's kernel must find in it whatever was loaded.
+    if (seed % 3 == 0 || seed % 5 == 0) continue;
+    const auto bytes = index.download();
+    const i64* entries = reinterpret_cast<const i64*>(bytes.data());
+    for (i64 r = 0; r < w.R; ++r)
+      for (i64 slot = 0; slot < w.H; ++slot) {
+        const i32 t = w.slot_tokens->values()[r * (w.H + w.P) + slot];
+        if (t < 0) continue;
+        const i64 entry = slot << 32 | t;
+        ASSERT_TRUE(std::find(entries + r * 2 * Z, entries + (r + 1) * 2 * Z, entry) != entries + (r + 1) * 2 * Z)
+            << "slot " << slot << " of request " << r;
+      }
+  }
+}
+
+TEST(HisparseGpu, SglangsStateEqualsTheCpu) {
+  SPECSTATE_NEEDS_GPU();
+  for (unsigned seed = 1; seed <= (small() ? 3u : 120u) && !HasFailure(); ++seed) sglang_world(seed, false, 4, 4);
+  for (unsigned seed = 1; seed <= (small() ? 0u : 8u) && !HasFailure(); ++seed) sglang_world(1000 + seed, true, 2, 2);
+}
+
+// --------------------------------------------------------------------------------------------------------- single step
+
+void single_world(unsigned seed, bool large, int shapes, int replays) {
+  SCOPED_TRACE(::testing::Message() << "seed " << seed << ", large " << large);
+  World w(seed, large, false, true);
+  Pair<i16> lru({w.R, w.H});
+  std::vector<i16> order(at(w.R * w.H));
+  for (i64 r = 0; r < w.R; ++r) {
+    std::iota(order.begin() + r * w.H, order.begin() + (r + 1) * w.H, i16{0});
+    std::shuffle(order.begin() + r * w.H, order.begin() + (r + 1) * w.H, w.random);
+    for (i64 s = 0; s < w.H; ++s)
+      if (w.random.one_in(2) && s < w.L) w.slot_tokens->values()[r * (w.H + w.P) + s] = static_cast<i32>(s);
+    if (seed % 4 == 0 && w.H > 2) w.slot_tokens->values()[r * (w.H + w.P) + 2] = w.slot_tokens->values()[r * (w.H + w.P)];  // damaged
+  }
+  lru.set(order);
+  w.slot_tokens->upload();
+  w.arrays.emplace_back("lru_slots", &lru);
+  std::vector<std::unique_ptr<Pair<u8>>> followers;
+  for (int i = 0; i < 3; ++i) {
+    followers.push_back(std::make_unique<Pair<u8>>(std::initializer_list<i64>{w.bytes(w.device_rows)}));
+    w.fill(*followers.back());
+    w.arrays.emplace_back("follower", followers.back().get());
+  }
+  for (int i = 0; i < shapes; ++i) {
+    const i64 block = w.random.one_in(4) ? w.random.pick(1, 4) : 1, entries = w.random.pick(1, large ? 2048 : 60);
+    const i64 K = std::min(entries * block, w.H / block * block);
+    if (K == 0) continue;
+    Selection s(w.random.pick(1, w.R + 2), 1, K, !w.random.one_in(4));
+    ASSERT_TRUE(run_shapes(w, s, replays, false, false, [&](Where where, Stream stream) {
+      SwapInSingleParams p;
+      const auto flat = [&](TensorView v, i64 columns) {
+        v.ndim = 2, v.sizes[1] = columns, v.strides[0] = K, v.strides[1] = 1;
+        return v;
+      };
+      p.top_k_tokens = flat(s.tokens.view(where), K / block), p.top_k_device_locs = flat(s.out.view(where), K);
+      p.seq_lens = s.lens.view(where), p.seq_lens.ndim = 1;
+      p.req_pool_indices = s.requests.view(where), p.num_real_reqs = s.num_real.view(where);
+      p.host_cache_locs = w.host_locs->view(where), p.buffers = w.buffers(where), p.layout = w.layout();
+      p.device_buffer_tokens = w.slot_tokens->view(where), p.device_buffer_locs = w.slot_locs->view(where);
+      p.lru_slots = lru.view(where), p.plan = s.plan_view(where), p.sparse_block_size = block;
+      swap_in_single(p, stream);
+      if (!s.plan) return;
+      ReplayPlanParams r;
+      r.miss_src = p.plan.miss_src, r.miss_dst = p.plan.miss_dst, r.miss_count = p.plan.miss_count, r.num_real_reqs = p.num_real_reqs;
+      std::vector<KvBuffers> layers(3);
+      for (int l = 0; l < 3; ++l)
+        layers[at(l)].host_cache = w.host_pool(0, where), layers[at(l)].device_buffer = w.pool(*followers[at(l)], where);
+      r.followers = layers.data(), r.num_followers = 3, r.layout = w.layout();
+      replay_plan(r, stream);
+    }));
+  }
+}
+
+TEST(HisparseGpu, SingleStepAndReplayEqualTheCpu) {
+  SPECSTATE_NEEDS_GPU();
+  for (unsigned seed = 1; seed <= (small() ? 3u : 150u) && !HasFailure(); ++seed) single_world(seed, false, 4, 4);
+  for (unsigned seed = 1; seed <= (small() ? 0u : 8u) && !HasFailure(); ++seed) single_world(1000 + seed, true, 2, 2);
+}
+
+// ------------------------------------------------------------------------------------------------------------ transfers
+
+TEST(HisparseGpu, PagedTransfersBothWays) {
+  SPECSTATE_NEEDS_GPU();
+  Random random(5);
+  constexpr i64 kLayers = 3, kHostPages = 7, kDevicePages = 5;
+  std::vector<std::unique_ptr<Pinned>> host;
+  std::vector<std::unique_ptr<Pair<u8>>> device;
+  for (i64 l = 0; l < kLayers; ++l) {
+    host.push_back(std::make_unique<Pinned>(kHostPages * kPage, static_cast<unsigned>(l)));
+    device.push_back(std::make_unique<Pair<u8>>(std::initializer_list<i64>{kDevicePages * kPage}));
+    for (std::size_t i = 0; i < device.back()->size(); ++i) static_cast<u8*>(device.back()->host())[i] = static_cast<u8>(random() >> 3);
+    device.back()->upload();
+  }
+  for (int round = 0; round < 20; ++round) {
+    const i64 n = random.pick(0, 300);
+    std::vector<i64> from(at(n)), to(at(kDevicePages * 64));
+    for (i64& x : from) x = random.pick(0, kHostPages * 64 - 1);
+    std::iota(to.begin(), to.end(), 0);
+    std::shuffle(to.begin(), to.end(), random);
+    to.resize(at(n));
+    Pair<i64> src({n}), dst({n});
+    if (n > 0) src.set(from), dst.set(to);
+    const auto call = [&](Where where, bool pointers) {
+      std::vector<TensorView> a, b;
+      Pair<i64> pa({kLayers}), pb({kLayers});
+      for (i64 l = 0; l < kLayers; ++l) {
+        a.emplace_back(host[at(l)]->data(), DType::kUInt8, std::initializer_list<i64>{kHostPages * kPage},
+                       Device{DeviceType::kCpu, 0, where == Where::kDevice});
+        b.push_back(device[at(l)]->view(where));
+        pa.values()[l] = reinterpret_cast<i64>(a.back().data), pb.values()[l] = reinterpret_cast<i64>(b.back().data);
+      }
+      pa.upload(), pb.upload();
+      if (pointers) {
+        TransferPagedPointersParams p;
+        p.src_ptrs = pa.view(where), p.dst_ptrs = pb.view(where), p.src_indices = src.view(where), p.dst_indices = dst.view(where);
+        transfer_paged_pointers(p);
+        cudaDeviceSynchronize();
+      } else {
+        TransferPagedParams p;
+        p.src = a.data(), p.dst = b.data(), p.num_layers = kLayers, p.src_indices = src.view(where), p.dst_indices = dst.view(where);
+        transfer_paged(p);
+      }
+    };
+    call(Where::kHost, round % 2);
+    call(Where::kDevice, round % 2);
+    SPECSTATE_GPU(cudaDeviceSynchronize());
+    for (auto& d : device) ASSERT_EQ(d->difference(), "") << "round " << round;
+  }
+  // Device to host: a backup.
+  Pair<i64> src({3}, {5, 64, 200}), dst({3}, {1, 130, 63});
+  std::vector<TensorView> a{device[0]->view(Where::kDevice)},
+      b{TensorView(host[0]->data(), DType::kUInt8, {kHostPages * kPage}, {DeviceType::kCpu, 0, true})};
+  std::vector<u8> want(host[0]->data(), host[0]->data() + kHostPages * kPage);
+  std::vector<TensorView> ca{device[0]->view(Where::kHost)}, cb{TensorView(want.data(), DType::kUInt8, {kHostPages * kPage})};
+  for (const Where where : {Where::kHost, Where::kDevice}) {
+    TransferPagedParams p;
+    p.src = where == Where::kHost ? ca.data() : a.data(), p.dst = where == Where::kHost ? cb.data() : b.data(), p.num_layers = 1;
+    p.src_indices = src.view(where), p.dst_indices = dst.view(where);
+    transfer_paged(p);
+  }
+  SPECSTATE_GPU(cudaDeviceSynchronize());
+  EXPECT_EQ(std::memcmp(want.data(), host[0]->data(), want.size()), 0);
+}
+
+// -------------------------------------------------------------------------------------------- what only contents can tell
+
+/// A row whose ids point outside is padding: -1, count 0, nothing written; its neighbour is served.
+TEST(HisparseGpu, BadIdsAreInvalidRows) {
+  SPECSTATE_NEEDS_GPU();
+  World w(31, false, true, false);
+  NativeState state(w);
+  for (const Where where : {Where::kHost, Where::kDevice}) reset_swap_state(state.view(w, where));
+  SPECSTATE_GPU(cudaDeviceSynchronize());
+  const auto call = [&](Selection& s) {
+    SwapInParams p;
+    const Where where = Where::kDevice;
+    p.top_k_tokens = s.tokens.view(where), p.seq_lens = s.lens.view(where), p.req_pool_indices = s.requests.view(where);
+    p.host_cache_locs = w.host_locs->view(where), p.buffers = w.buffers(where), p.layout = w.layout();
+    p.state = state.view(w, where), p.scratch_locs = w.scratch->view(where), p.top_k_device_locs = s.out.view(where),
+    p.plan = s.plan_view(where);
+    p.unique_misses = s.misses.view(where), p.unique_hits = s.hits.view(where);
+    swap_in(p);
+  };
+  const i64 S = 2, K = 8;
+  for (const std::vector<i64>& ids :
+       {std::vector<i64>{-1}, std::vector<i64>{w.R}, std::vector<i64>{i64{1} << 40}, std::vector<i64>{0, 0}}) {
+    Selection s(static_cast<i64>(ids.size()), S, K, true);
+    s.requests.set(ids);
+    s.lens.set(std::vector<i64>(ids.size() * 2, w.L));
+    s.tokens.set(std::vector<i32>(ids.size() * 16, 1));
+    call(s);
+    SPECSTATE_GPU(cudaDeviceSynchronize());
+    std::fill_n(s.out.values(), ids.size() * 16, -1);
+    for (Pair<i32>* p : {&s.miss_count, &s.misses, &s.hits}) std::fill_n(p->values(), ids.size(), 0);
+    EXPECT_EQ(s.difference(w, true), "") << "request " << ids[0];
+  }
+  {  // a device row outside the pool, in a table
+    Selection s(1, S, K, true);
+    s.requests.set({0});
+    s.lens.set({w.L, w.L});
+    s.tokens.set(std::vector<i32>(16, 1));
+    w.slot_locs->values()[w.H - 1] = static_cast<i32>(w.device_rows);
+    w.slot_locs->upload();
+    call(s);
+    SPECSTATE_GPU(cudaDeviceSynchronize());
+    std::fill_n(s.out.values(), 16, -1);
+    for (Pair<i32>* p : {&s.miss_count, &s.misses, &s.hits}) std::fill_n(p->values(), 1, 0);
+    EXPECT_EQ(s.difference(w, true), "");
+  }
+}
+
+TEST(HisparseGpu, BadSingleStepRowsAreInvalid) {
+  SPECSTATE_NEEDS_GPU();
+  World w(32, false, false, true);
+  Pair<i16> lru({w.R, w.H});
+  std::vector<i16> order(at(w.R * w.H));
+  for (i64 i = 0; i < w.R * w.H; ++i) order[at(i)] = static_cast<i16>(i % w.H);
+  order[0] = order[1];  // not a permutation
+  lru.set(order);
+  w.arrays.emplace_back("lru_slots", &lru);
+  if (w.H < 2 || w.L <= w.H) GTEST_FAIL() << "another seed, please";
+  Selection s(1, 1, 1, true);
+  s.requests.set({0});
+  s.lens.set({w.L});
+  s.tokens.set({0});
+  SwapInSingleParams p;
+  const Where where = Where::kDevice;
+  p.top_k_tokens = s.tokens.view(where)[0], p.top_k_device_locs = s.out.view(where)[0], p.seq_lens = s.lens.view(where)[0];
+  p.req_pool_indices = s.requests.view(where), p.host_cache_locs = w.host_locs->view(where), p.buffers = w.buffers(where);
+  p.layout = w.layout(), p.device_buffer_tokens = w.slot_tokens->view(where), p.device_buffer_locs = w.slot_locs->view(where);
+  p.lru_slots = lru.view(where), p.plan = s.plan_view(where);
+  swap_in_single(p);
+  SPECSTATE_GPU(cudaDeviceSynchronize());
+  s.out.values()[0] = -1, s.miss_count.values()[0] = 0;
+  EXPECT_EQ(s.difference(w, false), "");
+}
+
+TEST(HisparseGpu, PageableHostMemoryIsRefused) {
+  SPECSTATE_NEEDS_GPU();
+  std::vector<u8> pageable(1 << 16);
+  Pair<u8> pool({64, 16});
+  Pair<i64> src({1, 1}, {0});
+  Pair<i32> dst({1, 1}, {0}), count({1}, {1});
+  ReplayPlanParams p;
+  p.miss_src = src.view(Where::kDevice), p.miss_dst = dst.view(Where::kDevice), p.miss_count = count.view(Where::kDevice);
+  KvBuffers b;
+  b.host_cache = TensorView(pageable.data(), DType::kUInt8, {64, 16});
+  b.device_buffer = pool.view(Where::kDevice);
+  p.followers = &b, p.num_followers = 1;
+  try {
+    replay_plan(p);
+    FAIL();
+  } catch (const Error& e) {
+    EXPECT_EQ(e.kind(), ErrorKind::kValue);
+    EXPECT_STREQ(e.what(), "replay_plan: host_cache: expected pinned host memory, got pageable host memory.");
+  }
+}
+
+// -------------------------------------------------------------------------------------------------------------- sizes
+
+/// sglang's published shape at `requests` requests, against the CPU.
+void published_shape(i64 requests, i64 steps, i64 top_k, i64 hot, i64 item, int calls) {
+  SCOPED_TRACE(::testing::Message() << requests << " requests, hot " << hot << ", " << steps << " x " << top_k);
+  Random random(9);
+  const i64 L = 3 * hot, W = hot + 64, host_rows = 4096;
+  Pinned host(host_rows * item);
+  Pair<u8> device({requests * W, item});
+  Pair<i64> host_locs({requests, L}), ids({requests});
+  Pair<i32> tokens({requests, steps, top_k}), out({requests, steps, top_k}), lens({requests, steps}), misses({requests});
+  std::vector<i64> rows(at(requests * L)), all(at(requests));
+  for (i64& r : rows) r = random.pick(0, host_rows - 1);
+  std::iota(all.begin(), all.end(), 0);
+  std::shuffle(all.begin(), all.end(), random);
+  host_locs.set(rows), ids.set(all), lens.set(std::vector<i32>(at(requests * steps), static_cast<i32>(L)));
+  std::vector<i32> locs(at(requests * W));
+  std::iota(locs.begin(), locs.end(), 0);
+  std::shuffle(locs.begin(), locs.end(), random);
+  const SwapShape shape{requests, hot, 64, L};
+  Bytes memory(at(swap_state_bytes(shape)));
+  SwapState state[2] = {swap_state_view(shape, memory.host()), swap_state_view(shape, memory.device(), {DeviceType::kCuda, 0})};
+  std::memcpy(state[0].slot_locs.data, locs.data(), locs.size() * 4);
+  memory.upload();
+  reset_swap_state(state[0]);
+  reset_swap_state(state[1]);
+  for (int call = 0; call < calls; ++call) {
+    std::vector<i32> t(at(requests * steps * top_k));
+    for (i32& x : t) x = static_cast<i32>(random.one_in(4) ? random.pick(0, L - 1) : random.pick(0, hot));
+    tokens.set(t);
+    for (const Where where : {Where::kHost, Where::kDevice}) {
+      SwapInParams p;
+      p.top_k_tokens = tokens.view(where), p.seq_lens = lens.view(where), p.req_pool_indices = ids.view(where);
+      p.host_cache_locs = host_locs.view(where), p.buffers.host_cache = host.rows(host_rows, item, where),
+      p.buffers.device_buffer = device.view(where);
+      p.state = state[where == Where::kDevice], p.top_k_device_locs = out.view(where), p.unique_misses = misses.view(where);
+      swap_in(p);
+    }
+    SPECSTATE_GPU(cudaDeviceSynchronize());
+    ASSERT_EQ(out.difference(), "") << call;
+    ASSERT_EQ(misses.difference(), "") << call;
+    ASSERT_EQ(device.difference(), "") << call;
+    ASSERT_EQ(memory.difference(), "") << call;
+  }
+}
+
+TEST(HisparseGpu, ManyRequestsAndTheLargestCalls) {
+  SPECSTATE_NEEDS_GPU();
+  if (small()) return published_shape(3, 4, 64, 128, 576, 2);
+  published_shape(256, 4, 256, 512, 64, 3);
+  published_shape(40, 4, 2048, 4096, 576, 2);
+  published_shape(2, 32, 2048, 16384, 64, 2);  // 65536 occurrences
+  published_shape(1, 8, 8192, 65536, 16, 2);   // tables that no shared memory holds
+  published_shape(2, 65536, 1, 5000, 16, 2);
+}
+
+/// Pools of more than 2^31 bytes, and rows beyond 2^31 / 576.
+TEST(HisparseGpu, LargePools) {
+  SPECSTATE_NEEDS_GPU();
+  if (small()) GTEST_SKIP() << "needs-time: four gigabytes under a sanitizer";
+  constexpr i64 kItem = 576, kRows = (i64{1} << 32) / kItem + 1000;
+  void *host = nullptr, *device = nullptr;
+  SPECSTATE_GPU(cudaMallocHost(&host, kRows * kItem));
+  SPECSTATE_GPU(cudaMalloc(&device, kRows * kItem));
+  const std::vector<i64> src{0, (i64{1} << 31) / kItem + 5, kRows - 1, kRows - 777};
+  const std::vector<i32> dst{static_cast<i32>(kRows - 1), 3, static_cast<i32>((i64{1} << 31) / kItem + 1), static_cast<i32>(kRows - 500)};
+  for (i64 r : src)
+    for (i64 j = 0; j < kItem; ++j) static_cast<u8*>(host)[r * kItem + j] = static_cast<u8>(r * 7 + j);
+  Pair<i64> s({1, 4}, src);
+  Pair<i32> d({1, 4}, dst), n({1}, {4});
+  ReplayPlanParams p;
+  p.miss_src = s.view(Where::kDevice), p.miss_dst = d.view(Where::kDevice), p.miss_count = n.view(Where::kDevice);
+  KvBuffers b;
+  b.host_cache = TensorView(host, DType::kUInt8, {kRows, kItem}, {DeviceType::kCpu, 0, true});
+  b.device_buffer = TensorView(device, DType::kUInt8, {kRows, kItem}, {DeviceType::kCuda, 0});
+  p.followers = &b, p.num_followers = 1;
+  replay_plan(p);
+  std::vector<u8> row(kItem);
+  for (int i = 0; i < 4; ++i) {
+    SPECSTATE_GPU(cudaMemcpy(row.data(), static_cast<u8*>(device) + dst[at(i)] * kItem, kItem, cudaMemcpyDeviceToHost));
+    EXPECT_EQ(std::memcmp(row.data(), static_cast<u8*>(host) + src[at(i)] * kItem, kItem), 0) << i;
+  }
+  // A swap with such rows on both sides.
+  const SwapShape shape{1, 4, 0, 16};
+  Bytes memory(at(swap_state_bytes(shape)));
+  SwapState cpu = swap_state_view(shape, memory.host()), state = swap_state_view(shape, memory.device(), {DeviceType::kCuda, 0});
+  std::memcpy(cpu.slot_locs.data, dst.data(), 16);
+  memory.upload();
+  reset_swap_state(state);
+  std::vector<i64> locs(16, kRows - 1);
+  locs[2] = src[1], locs[9] = src[3];
+  Pair<i64> host_locs({1, 16}, locs), ids({1}, {0});
+  Pair<i32> tokens({1, 1, 2}, {9, 2}), lens({1, 1}, {16}), out({1, 1, 2});
+  SwapInParams q;
+  q.top_k_tokens = tokens.view(Where::kDevice), q.seq_lens = lens.view(Where::kDevice), q.req_pool_indices = ids.view(Where::kDevice);
+  q.host_cache_locs = host_locs.view(Where::kDevice), q.buffers = b, q.state = state, q.top_k_device_locs = out.view(Where::kDevice);
+  swap_in(q);
+  SPECSTATE_GPU(cudaDeviceSynchronize());
+  const std::vector<i32> want{dst[0], dst[1]};
+  std::memcpy(out.host(), want.data(), 8);
+  EXPECT_EQ(out.difference(), "");
+  for (int i = 0; i < 2; ++i) {
+    SPECSTATE_GPU(cudaMemcpy(row.data(), static_cast<u8*>(device) + dst[at(i)] * kItem, kItem, cudaMemcpyDeviceToHost));
+    EXPECT_EQ(std::memcmp(row.data(), static_cast<u8*>(host) + src[i == 0 ? 3 : 1] * kItem, kItem), 0) << i;
+  }
+  cudaFree(device);
+  cudaFreeHost(host);
+}
+
+// ------------------------------------------------------------------------------------------------------------- streams
+
+/// The followers' copies on a side stream, ordered by an event; and the same without the event, which the comparison must notice.
+void side_stream(bool with_event, bool& same) {
+  constexpr i64 kHot = 64, kItem = 576, kLength = 400, kTop = 48;
+  Random random(3);
+  Pinned host(kLength * kItem);
+  Pair<u8> anchor({kHot, kItem}), follower({kHot, kItem});
+  Pair<i64> host_locs({1, kLength}), ids({1}, {0}), src({1, kTop}, std::vector<i64>(kTop, 0));
+  std::vector<i64> rows(kLength);
+  std::iota(rows.begin(), rows.end(), 0);
+  std::shuffle(rows.begin(), rows.end(), random);
+  host_locs.set(rows);
+  Pair<i32> tokens({1, 1, kTop}), out({1, 1, kTop}), lens({1, 1}, {kLength}), dst({1, kTop}, std::vector<i32>(kTop, 0)), count({1}, {0});
+  std::vector<i32> t(kTop);
+  std::iota(t.begin(), t.end(), 100);
+  tokens.set(t);
+  const SwapShape shape{1, kHot, 0, kLength};
+  Bytes memory(at(swap_state_bytes(shape)));
+  SwapState state[2] = {swap_state_view(shape, memory.host()), swap_state_view(shape, memory.device(), {DeviceType::kCuda, 0})};
+  for (i64 i = 0; i < kHot; ++i) state[0].slot_locs.as<i32>()[i] = static_cast<i32>(kHot - 1 - i);
+  memory.upload();
+  for (const SwapState& s : state) reset_swap_state(s);
+  SPECSTATE_GPU(cudaDeviceSynchronize());
+  const OwnStream main, side;
+  cudaEvent_t swapped;
+  SPECSTATE_GPU(cudaEventCreateWithFlags(&swapped, cudaEventDisableTiming));
+  // The main stream is busy for a while before the swap.
+  SPECSTATE_GPU(cudaLaunchHostFunc(
+      main.native(), [](void*) { std::this_thread::sleep_for(std::chrono::milliseconds(50)); }, nullptr));
+  const auto swap = [&](Where where, Stream stream) {
+    SwapInParams p;
+    p.top_k_tokens = tokens.view(where), p.seq_lens = lens.view(where), p.req_pool_indices = ids.view(where),
+    p.host_cache_locs = host_locs.view(where);
+    p.buffers.host_cache = host.rows(kLength, kItem, where), p.buffers.device_buffer = anchor.view(where);
+    p.state = state[where == Where::kDevice], p.top_k_device_locs = out.view(where);
+    p.plan = {src.view(where), dst.view(where), count.view(where)};
+    swap_in(p, stream);
+  };
+  const auto follow = [&](Where where, Stream stream) {
+    ReplayPlanParams p;
+    p.miss_src = src.view(where), p.miss_dst = dst.view(where), p.miss_count = count.view(where);
+    KvBuffers b;
+    b.host_cache = host.rows(kLength, kItem, where), b.device_buffer = follower.view(where);
+    p.followers = &b, p.num_followers = 1;
+    replay_plan(p, stream);
+  };
+  swap(Where::kDevice, main);
+  if (with_event) {
+    SPECSTATE_GPU(cudaEventRecord(swapped, main.native()));
+    SPECSTATE_GPU(cudaStreamWaitEvent(side.native(), swapped, 0));
+  }
+  follow(Where::kDevice, side);
+  ASSERT_TRUE(side.synchronize());
+  ASSERT_TRUE(main.synchronize());
+  swap(Where::kHost, {});
+  follow(Where::kHost, {});
+  EXPECT_EQ(anchor.difference(), "");
+  same = follower.difference().empty();
+  cudaEventDestroy(swapped);
+}
+
+TEST(HisparseGpu, FollowersOnASideStream) {
+  SPECSTATE_NEEDS_GPU();
+  bool same = false;
+  side_stream(true, same);
+  EXPECT_TRUE(same);
+  side_stream(false, same);
+  EXPECT_FALSE(same) << "the comparison does not notice a follower that ran before its plan was there";
+}
+
+// ---------------------------------------------------------------------------------------------------------------- soak
+
+/// A million random steps of a small world, all state compared now and then. HISPARSE_SOAK_STEPS sets another number.
+TEST(HisparseGpu, Soak) {
+  SPECSTATE_NEEDS_GPU();
+  const char* given = std::getenv("HISPARSE_SOAK_STEPS");
+  const i64 steps = given ? std::atoll(given) : small() ? 300 : 1000000, every = small() ? 50 : 20000;
+  constexpr i64 R = 3, H = 24, P = 4, L = 96, kItem = 48, S = 2, K = 10, kSets = 512;
+  Random random(77);
+  Pinned host(R * L * kItem);
+  Pair<u8> device({R * (H + P), kItem});
+  Pair<i64> host_locs({R, L}), ids({kSets, R});
+  Pair<i32> tokens({kSets, R, S, K}), lens({kSets, R, S}), out({R, S, K}), real({kSets});
+  std::vector<i64> rows(R * L), id(kSets * R);
+  std::iota(rows.begin(), rows.end(), 0);
+  std::shuffle(rows.begin(), rows.end(), random);
+  host_locs.set(rows);
+  std::vector<i32> t(kSets * R * S * K), n(kSets * R * S), r(kSets);
+  for (i64 set = 0; set < kSets; ++set) {
+    std::iota(id.begin() + set * R, id.begin() + (set + 1) * R, 0);
+    std::shuffle(id.begin() + set * R, id.begin() + (set + 1) * R, random);
+    r[at(set)] = static_cast<i32>(random.pick(0, R));
+    const i64 first = random.pick(0, L - 1);
+    for (i64 i = 0; i < R * S * K; ++i)
+      t[at(set * R * S * K + i)] = static_cast<i32>(random.one_in(8) ? random.pick(-2, L + 2) : (first + random.pick(0, 30)) % L);
+    for (i64 i = 0; i < R * S; ++i) n[at(set * R * S + i)] = static_cast<i32>(random.pick(L / 2, L));
+  }
+  tokens.set(t), lens.set(n), ids.set(id), real.set(r);
+  const SwapShape shape{R, H, P, L};
+  Bytes memory(at(swap_state_bytes(shape)));
+  SwapState state[2] = {swap_state_view(shape, memory.host()), swap_state_view(shape, memory.device(), {DeviceType::kCuda, 0})};
+  for (i64 i = 0; i < R * (H + P); ++i) state[0].slot_locs.as<i32>()[i] = static_cast<i32>((i * 5) % (R * (H + P)));
+  memory.upload();
+  for (const SwapState& s : state) reset_swap_state(s);
+  SPECSTATE_GPU(cudaDeviceSynchronize());
+  const OwnStream stream;
+  SwapInParams p[2];
+  for (const Where where : {Where::kHost, Where::kDevice}) {
+    SwapInParams& q = p[where == Where::kDevice];
+    q.host_cache_locs = host_locs.view(where), q.buffers.host_cache = host.rows(R * L, kItem, where),
+    q.buffers.device_buffer = device.view(where);
+    q.state = state[where == Where::kDevice], q.top_k_device_locs = out.view(where);
+  }
+  for (i64 step = 0; step < steps; ++step) {
+    const i64 set = (step * 131 + step / kSets) % kSets;
+    for (const Where where : {Where::kHost, Where::kDevice}) {
+      SwapInParams& q = p[where == Where::kDevice];
+      q.top_k_tokens = tokens.view(where)[set], q.seq_lens = lens.view(where)[set], q.req_pool_indices = ids.view(where)[set];
+      q.num_real_reqs = real.view(where)[set];
+      swap_in(q, stream);
+    }
+    if ((step + 1) % every && step + 1 < steps) continue;
+    ASSERT_TRUE(stream.synchronize());
+    ASSERT_EQ(memory.difference(), "") << "step " << step;
+    ASSERT_EQ(device.difference(), "") << "step " << step;
+    ASSERT_EQ(out.difference(), "") << "step " << step;
+  }
+}
+
+}  // namespace
