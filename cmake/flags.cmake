@@ -20,6 +20,13 @@ foreach(s IN LISTS SPECSTATE_SANITIZE)
   target_compile_options(specstate_flags INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${s} -fno-omit-frame-pointer>)
   target_link_options(specstate_flags INTERFACE -fsanitize=${s})
 endforeach()
+if(SPECSTATE_PYTHON AND "address" IN_LIST SPECSTATE_SANITIZE)
+  # Python loads the binding (tools/asan_python): the runtime is one shared library, which Python can load before everything else.
+  execute_process(COMMAND ${CMAKE_CXX_COMPILER} -print-file-name=libclang_rt.asan-${CMAKE_SYSTEM_PROCESSOR}.so
+    OUTPUT_VARIABLE asan_runtime OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
+  cmake_path(GET asan_runtime PARENT_PATH asan_folder)
+  target_link_options(specstate_flags INTERFACE -shared-libasan -Wl,-rpath,${asan_folder})
+endif()
 if("undefined" IN_LIST SPECSTATE_SANITIZE)
   target_compile_options(specstate_flags INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-fno-sanitize-recover=undefined>)
 endif()

@@ -33,3 +33,8 @@ foreach(name IN ITEMS libtbb libhwy libfmt nlohmann-json3 libcli11)
   list(GET notices 0 notice)
   install(FILES ${notice} DESTINATION ${CMAKE_INSTALL_DOCDIR}/third_party RENAME ${name}.txt)
 endforeach()
+if(SPECSTATE_WITH_CUDA)
+  file(WRITE ${CMAKE_BINARY_DIR}/cudart.txt "libspecstate.so contains the CUDA runtime (cudart_static) of NVIDIA's CUDA toolkit ${CUDAToolkit_VERSION}, copyright NVIDIA Corporation,\n"
+    "redistributed under the CUDA Toolkit End User License Agreement (Attachment A): https://docs.nvidia.com/cuda/eula/\n")
+  install(FILES ${CMAKE_BINARY_DIR}/cudart.txt DESTINATION ${CMAKE_INSTALL_DOCDIR}/third_party)
+endif()

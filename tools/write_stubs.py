@@ -50,7 +50,7 @@ RETURNS = {
     "fused_norm_rope_stacked": "tuple[Any, Any]", "new_swap_state": "SwapState", "new_spec_state": "HiSparseSpecState", "swap_in": "Any",
     "swap_in_single": "Any", "verify": "Any", "decode": "Any", "fold": "Any", "fused_kda_decode_mtp_dspark": "Any",
     "fused_sigmoid_gating_delta_rule_update": "Any", "cutedsl_fused_sigmoid_gating_kda_update": "Any", "Coordinator.can_admit": "bool",
-    "Coordinator.host_row": "int", "Coordinator.prepare_verify": "Any", "Coordinator.swap": "Any", "Coordinator.plan_rounds": "tuple[int, Any]",
+    "Coordinator.host_row": "int", "Coordinator.host_pages": "list[int]", "Coordinator.prepare_verify": "Any", "Coordinator.swap": "Any", "Coordinator.plan_rounds": "tuple[int, Any]",
     "Coordinator.state": "str", "Coordinator.length": "int", "Coordinator.stats": "dict[str, int]", "Coordinator.tables": "tuple[Any, Any]",
 }  # fmt: skip
 

@@ -62,8 +62,8 @@ def index_quality(target, corpus, context, args, rows=64):
     return result
 
 
-def read_prompts(folder):
-    names = sorted(os.listdir(folder))
+def read_prompts(folder, count):
+    names = sorted(os.listdir(folder))[:count]
     return names, [[256] + list(open(os.path.join(folder, n), "rb").read()) for n in names]
 
 
@@ -132,10 +132,10 @@ def prompt_lookup_chain(tokens, prompt_length, gamma=7, order=4):
 
 
 @torch.no_grad()
-def acceptance(args, prompts_folder, new_tokens):
+def acceptance(args, prompts_folder, count, new_tokens):
     target = load(args.out, "target", args.device)
     drafters = {kind: load(args.out, kind, args.device) for kind in ("dflash", "dspark")}
-    names, prompts = read_prompts(prompts_folder)
+    names, prompts = read_prompts(prompts_folder, count)
     lengths = torch.tensor([len(p) for p in prompts], device=args.device)
     longest = int(lengths.max())
     padded = torch.zeros(len(prompts), longest, dtype=torch.long, device=args.device)
@@ -180,8 +180,9 @@ def all_bits(target, corpus, args, dtype):
 
 
 @torch.no_grad()
-def measure(args, corpus, prompts_folder):
-    """Everything that the model card states, on exactly the stored weights, in fp32 activations."""
+def measure(args, corpus, prompts_folder, count, new_tokens):
+    """Everything that the model card states, on exactly the stored weights, in fp32 activations; accepted lengths over the first `count`
+    prompts (None: all)."""
     torch.set_float32_matmul_precision("highest")
     target = load(args.out, "target", args.device)
     result = {"parameters": {"target": sum(p.numel() for p in target.parameters())}}
@@ -191,6 +192,6 @@ def measure(args, corpus, prompts_folder):
         result["bits"] = all_bits(target, corpus, args, torch.float32)
         result["index_mass"] = {str(c): index_quality(target, corpus, c, args) for c in (0, 4096)}
     del target
-    result["accepted"] = acceptance(args, prompts_folder, args.new_tokens)
+    result["accepted"] = acceptance(args, prompts_folder, count, new_tokens)
     torch.set_float32_matmul_precision("high")
     return result

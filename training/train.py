@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Makes the whole checkpoint: target, DFlash drafter, DSpark drafter, measurements.
+"""Trains the whole checkpoint: target, DFlash drafter, DSpark drafter; rounds and measures it. `make.py` runs it after the corpus and the
+prompts are there, and what comes after it.
 
-    python3 training/corpus.py --out build/corpus
-    python3 training/train.py --corpus build/corpus --out models/specstate-bytes
+    python3 training/train.py --corpus build/corpus --out build/model --prompts models/specstate-bytes/prompts
 
 Stages (each can be run alone with --stages; later stages read what earlier ones stored in --out):
     target   dense warm-up, then sparse top-k training at 1024, 4096 and 8192 bytes, then export
     text     on-policy text sampled from the stored target, for the drafters (kept in memory; rebuilt when needed)
     dflash   DFlash drafter on the target's features
     dspark   DSpark drafter, then its confidence temperatures
-    measure  bits per byte and accepted lengths of exactly the stored weights -> training/metrics.json
+    measure  bits per byte and accepted lengths of exactly the stored weights -> --metrics
 """
 import argparse
 import json
@@ -26,7 +26,8 @@ from decode import Decoder, continue_text
 from export import load, save
 from model import Drafter, Target, drafter_config, target_config
 
-# (name, context, steps, sparse): every step is `tokens_per_step` bytes
+# (name, context, steps, sparse): every step is `tokens_per_step` bytes. measured: how many prompts (all), new_tokens: how far each is
+# continued (256) for the accepted lengths.
 PLAN = {
     "full": {
         "target": [("dense", 1024, 1000, False), ("sparse-1k", 1024, 900, True), ("sparse-4k", 4096, 300, True), ("sparse-8k", 8192, 50, True)],
@@ -36,9 +37,9 @@ PLAN = {
         "target": [("dense", 1024, 150, False), ("sparse-1k", 1024, 40, True), ("sparse-4k", 4096, 10, True), ("sparse-8k", 8192, 4, True)],
         "tokens_per_step": 65536, "text": 1024, "text_length": 1024, "long": 8, "drafter_steps": 60, "calibrate": 64,
     },
-    "tiny": {   # CPU plumbing test
+    "tiny": {   # every stage on a CPU
         "target": [("dense", 64, 2, False), ("sparse-1k", 128, 2, True)],
-        "tokens_per_step": 256, "text": 4, "text_length": 96, "long": 0, "drafter_steps": 2, "calibrate": 4,
+        "tokens_per_step": 256, "text": 4, "text_length": 96, "long": 0, "drafter_steps": 2, "calibrate": 4, "measured": 4, "new_tokens": 24,
     },
 }
 
@@ -332,7 +333,6 @@ def main():
     parser.add_argument("--drafter-lr", type=float, default=2e-3)
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--prompts", help="folder of held-out prompts; default: OUT/prompts")
-    parser.add_argument("--new-tokens", type=int, default=256, help="length of the continuations behind the accepted lengths")
     parser.add_argument("--log", help="file for the training log (JSON lines)")
     parser.add_argument("--metrics", help="file for the measurements (JSON)")
     args = parser.parse_args()
@@ -353,7 +353,7 @@ def main():
                 train_drafter(kind, args, plan, target, pools, held_pool, clock)
         del target, pools, held_pool
     if "measure" in stages:
-        result = evaluate.measure(args, corpus, args.prompts or os.path.join(args.out, "prompts"))
+        result = evaluate.measure(args, corpus, args.prompts or os.path.join(args.out, "prompts"), plan.get("measured"), plan.get("new_tokens", 256))
         result["seconds"] = round(time.time() - clock.begin)
         if args.metrics:
             with open(args.metrics, "w") as f:

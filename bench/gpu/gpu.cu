@@ -208,7 +208,7 @@ double Gpu::time_us(Graph& graph) const {
   return ms * 1e3;
 }
 
-std::vector<double> Gpu::cold_us(const std::vector<Call>& calls, const Call& before) {
+std::vector<double> Gpu::cold_us(const std::vector<Call>& calls, const Call& before, int rounds) {
   const Stream stream{stream_};
   const auto graph_of = [&](int repeats, const Call* call) {
     return Graph(stream_, repeats, [&](int i) {
@@ -224,7 +224,8 @@ std::vector<double> Gpu::cold_us(const std::vector<Call>& calls, const Call& bef
     time_us(once);
     longest = std::max(longest, time_us(once));
   }
-  const int repeats = quick_ ? 2 : std::clamp(static_cast<int>(2000 / longest), 4, 24), rounds = quick_ ? 3 : 21;
+  const int repeats = quick_ ? 2 : std::clamp(static_cast<int>(2000 / longest), 4, 24);
+  if (quick_) rounds = 3;
   Graph without = graph_of(repeats, nullptr);
   std::vector<Graph> with;
   for (const Call& call : calls) with.push_back(graph_of(repeats, &call));
@@ -270,7 +271,7 @@ double Gpu::stream_us(std::int64_t read_bytes, std::int64_t write_bytes, bool in
         else
           stream_kernel<4><<<blocks * multiprocessors_, kThreads, 0, cuda::native(s)>>>(from, in, to, out, nullptr);
       });
-  const std::vector<double> us = cold_us(grids);
+  const std::vector<double> us = cold_us(grids, {}, 7);
   return known()[key] = *std::min_element(us.begin(), us.end());
 }
 
@@ -292,7 +293,7 @@ double Gpu::host_gather_us(std::int64_t rows, std::int64_t row_bytes) {
     grids.push_back([&, blocks](Stream s, int) {
       gather<<<blocks, kThreads, 0, cuda::native(s)>>>(host.data<char>(), index.data<std::int32_t>(), rows, row_bytes, to.data<char>());
     });
-  const std::vector<double> us = cold_us(grids);
+  const std::vector<double> us = cold_us(grids, {}, 7);
   return known()[key] = *std::min_element(us.begin(), us.end());
 }
 

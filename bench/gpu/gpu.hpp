@@ -60,7 +60,7 @@ class Gpu {
   /// many times over, less that of the same graph without the call. `before` puts back what a call changes. Median of rounds.
   double cold_us(const Call& call, const Call& before = {}) { return cold_us(std::vector<Call>{call}, before).front(); }
   /// Several calls in turns, round by round: for comparisons.
-  std::vector<double> cold_us(const std::vector<Call>& calls, const Call& before = {});
+  std::vector<double> cold_us(const std::vector<Call>& calls, const Call& before = {}) { return cold_us(calls, before, 21); }
   /// Back to back, with whatever the call before left in L2.
   double warm_us(const Call& call);
 
@@ -80,6 +80,7 @@ class Gpu {
 
  private:
   struct Graph;
+  std::vector<double> cold_us(const std::vector<Call>& calls, const Call& before, int rounds);
   double time_us(Graph& graph) const;
   void flush(cudaStream_t stream) const;
 

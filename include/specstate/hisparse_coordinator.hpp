@@ -94,6 +94,9 @@ class SPECSTATE_API Coordinator {
   void append(std::int64_t request, std::int64_t count, Source source = Source::kStaged);
   /// Host row of a position below length or reserved.
   std::int64_t host_row(std::int64_t request, std::int64_t position) const;
+  /// The host pages of a request, in order: position p has row pages[p / page_size] * page_size + p % page_size. For whoever reads or
+  /// fills many rows (a prefill that attends to what it staged, a remote writer). Until the next call that is not const.
+  std::span<const std::int64_t> host_pages(std::int64_t request) const;
 
   // --------------------------------------------------------------------------------------------------------- a step
   /// Opens a window of widths[i] >= 1 positions at the end of each request. `locs` (optional): out [B, >= max width] int32, the device

@@ -24,6 +24,15 @@ using Opt = ffi::Optional<ffi::TensorView>;
 TensorView view(const char* name, const ffi::TensorView& t);
 inline TensorView view(const char* name, const Opt& t) { return t.has_value() ? view(name, t.value()) : TensorView{}; }
 
+/// SPECSTATE_SET(p, a, b): p.a = view("a", a), p.b = view("b", b). Most arguments bear the name of their parameter.
+#define SPECSTATE_AGAIN ()
+#define SPECSTATE_SCAN(...) SPECSTATE_SCAN3(SPECSTATE_SCAN3(SPECSTATE_SCAN3(__VA_ARGS__)))
+#define SPECSTATE_SCAN3(...) SPECSTATE_SCAN9(SPECSTATE_SCAN9(SPECSTATE_SCAN9(__VA_ARGS__)))
+#define SPECSTATE_SCAN9(...) __VA_ARGS__
+#define SPECSTATE_SET_ONE(p, x, ...) p.x = view(#x, x) __VA_OPT__(, SPECSTATE_SET_MORE SPECSTATE_AGAIN(p, __VA_ARGS__))
+#define SPECSTATE_SET_MORE() SPECSTATE_SET_ONE
+#define SPECSTATE_SET(p, ...) SPECSTATE_SCAN(SPECSTATE_SET_ONE(p, __VA_ARGS__))
+
 /// A CUDA stream handle that crosses as an integer.
 inline Stream stream(std::int64_t handle) { return Stream{reinterpret_cast<void*>(handle)}; }
 

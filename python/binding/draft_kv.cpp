@@ -51,51 +51,39 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(draft_kv_pack, [](Opt kv_weight, Opt kv_bias) {
   return guard([&] { return Projection(draft_kv::KvProjection(view("kv_weight", kv_weight), view("kv_bias", kv_bias))); });
 });
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(draft_kv_materialize_into_pool,
-                              [](Opt ctx_hidden, ffi::Optional<Projection> projection, Opt kv_weight, Opt k_norm_weight, Opt eps,
-                                 Opt cos_sin_cache, Opt positions, Opt slot_mapping, Pools k_pool, Pools v_pool, Opt kv_bias,
-                                 Opt commit_lens, Opt k_scale, ffi::Optional<double> k_scale_number, Opt v_scale,
-                                 ffi::Optional<double> v_scale_number, bool is_neox_style, bool round_after_norm,
-                                 bool round_to_weight_dtype, std::int64_t s) {
-                                guard([&] {
-                                  draft_kv::MaterializeIntoPoolParams p;
-                                  double k_number = 1, v_number = 1;
-                                  const std::vector<TensorView> k = pool_views("k_pool", k_pool), v = pool_views("v_pool", v_pool);
-                                  p.ctx_hidden = view("ctx_hidden", ctx_hidden);
-                                  if (projection.has_value()) p.projection = projection.value()->projection;
-                                  p.kv_weight = view("kv_weight", kv_weight);
-                                  p.kv_bias = view("kv_bias", kv_bias);
-                                  p.k_norm_weight = view("k_norm_weight", k_norm_weight);
-                                  p.eps = view("eps", eps);
-                                  p.cos_sin_cache = view("cos_sin_cache", cos_sin_cache);
-                                  p.positions = view("positions", positions);
-                                  p.slot_mapping = view("slot_mapping", slot_mapping);
-                                  p.commit_lens = view("commit_lens", commit_lens);
-                                  p.k_pool = k, p.v_pool = v;
-                                  p.k_scale = scale("k_scale", k_scale, k_scale_number, k_number);
-                                  p.v_scale = scale("v_scale", v_scale, v_scale_number, v_number);
-                                  p.is_neox_style = is_neox_style;
-                                  p.round_after_norm = round_after_norm;
-                                  if (round_to_weight_dtype) p.io = p.projection.dtype();
-                                  draft_kv::materialize_into_pool(p, stream(s));
-                                });
-                              });
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(draft_kv_materialize_into_pool, [](Opt ctx_hidden, ffi::Optional<Projection> projection, Opt kv_weight,
+                                                                 Opt k_norm_weight, Opt eps, Opt cos_sin_cache, Opt positions,
+                                                                 Opt slot_mapping, Pools k_pool, Pools v_pool, Opt kv_bias, Opt commit_lens,
+                                                                 Opt k_scale, ffi::Optional<double> k_scale_number, Opt v_scale,
+                                                                 ffi::Optional<double> v_scale_number, bool is_neox_style,
+                                                                 bool round_after_norm, bool round_to_weight_dtype, std::int64_t s) {
+  guard([&] {
+    draft_kv::MaterializeIntoPoolParams p;
+    double k_number = 1, v_number = 1;
+    const std::vector<TensorView> k = pool_views("k_pool", k_pool), v = pool_views("v_pool", v_pool);
+    p.ctx_hidden = view("ctx_hidden", ctx_hidden);
+    if (projection.has_value()) p.projection = projection.value()->projection;
+    SPECSTATE_SET(p, kv_weight, kv_bias, k_norm_weight, eps, cos_sin_cache, positions, slot_mapping, commit_lens);
+    p.k_pool = k, p.v_pool = v;
+    p.k_scale = scale("k_scale", k_scale, k_scale_number, k_number);
+    p.v_scale = scale("v_scale", v_scale, v_scale_number, v_number);
+    p.is_neox_style = is_neox_style;
+    p.round_after_norm = round_after_norm;
+    if (round_to_weight_dtype) p.io = p.projection.dtype();
+    draft_kv::materialize_into_pool(p, stream(s));
+  });
+});
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(draft_kv_fused_norm_rope_stacked,
                               [](Opt kv, Opt k_norm_weight, Opt eps, Opt cos_sin_cache, Opt positions, std::int64_t num_kv_heads,
                                  std::int64_t head_dim, std::int64_t rotary_dim, Opt k_out, Opt v_out, std::int64_t s) {
                                 guard([&] {
                                   draft_kv::FusedNormRopeStackedParams p;
-                                  p.kv = view("kv", kv);
-                                  p.k_norm_weight = view("k_norm_weight", k_norm_weight);
-                                  p.eps = view("eps", eps);
-                                  p.cos_sin_cache = view("cos_sin_cache", cos_sin_cache);
-                                  p.positions = view("positions", positions);
+                                  SPECSTATE_SET(p, kv, k_norm_weight, eps, cos_sin_cache, positions);
                                   p.num_kv_heads = num_kv_heads;
                                   p.head_dim = head_dim;
                                   p.rotary_dim = rotary_dim;
-                                  p.k_out = view("k_out", k_out);
-                                  p.v_out = view("v_out", v_out);
+                                  SPECSTATE_SET(p, k_out, v_out);
                                   draft_kv::fused_norm_rope_stacked(p, stream(s));
                                 });
                               });

@@ -40,19 +40,12 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_swap_in,
                                  std::int64_t s) {
                                 guard([&] {
                                   SwapInParams p;
-                                  p.top_k_tokens = view("top_k_tokens", top_k_tokens);
-                                  p.seq_lens = view("seq_lens", seq_lens);
-                                  p.req_pool_indices = view("req_pool_indices", req_pool_indices);
-                                  p.num_real_reqs = view("num_real_reqs", num_real_reqs);
-                                  p.host_cache_locs = view("host_cache_locs", host_cache_locs);
+                                  SPECSTATE_SET(p, top_k_tokens, seq_lens, req_pool_indices, num_real_reqs, host_cache_locs, scratch_locs);
+                                  SPECSTATE_SET(p, top_k_device_locs, unique_misses, unique_hits);
                                   p.buffers = buffers(host_cache, device_buffer, host_cache_v, device_buffer_v);
                                   p.state = state(slot_tokens, slot_locs, slot_stamps, token_slots, clock);
-                                  p.scratch_locs = view("scratch_locs", scratch_locs);
                                   p.layout = row_layout(paged);
-                                  p.top_k_device_locs = view("top_k_device_locs", top_k_device_locs);
                                   p.plan = plan(miss_src, miss_dst, miss_count);
-                                  p.unique_misses = view("unique_misses", unique_misses);
-                                  p.unique_hits = view("unique_hits", unique_hits);
                                   p.skip_io = skip_io;
                                   swap_in(p, stream(s));
                                 });
@@ -71,19 +64,12 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_swap_in_single,
                                  std::int64_t sparse_block_size, bool skip_io, bool one_plan_stride, ffi::String op, std::int64_t s) {
                                 guard([&] {
                                   SwapInSingleParams p;
-                                  p.top_k_tokens = view("top_k_tokens", top_k_tokens);
-                                  p.device_buffer_tokens = view("device_buffer_tokens", device_buffer_tokens);
-                                  p.host_cache_locs = view("host_cache_locs", host_cache_locs);
-                                  p.device_buffer_locs = view("device_buffer_locs", device_buffer_locs);
+                                  SPECSTATE_SET(p, top_k_tokens, device_buffer_tokens, host_cache_locs, device_buffer_locs);
                                   p.buffers = buffers(host_cache, device_buffer, host_cache_v, device_buffer_v);
-                                  p.top_k_device_locs = view("top_k_device_locs", top_k_device_locs);
-                                  p.req_pool_indices = view("req_pool_indices", req_pool_indices);
-                                  p.seq_lens = view("seq_lens", seq_lens);
-                                  p.lru_slots = view("lru_slots", lru_slots);
+                                  SPECSTATE_SET(p, top_k_device_locs, req_pool_indices, seq_lens, lru_slots, num_real_reqs);
                                   p.item_size_bytes = item_size_bytes;
                                   p.num_top_k = num_top_k;
                                   p.hot_buffer_size = hot_buffer_size;
-                                  p.num_real_reqs = view("num_real_reqs", num_real_reqs);
                                   p.layout = row_layout(paged);
                                   p.plan = plan(miss_src, miss_dst, miss_count);
                                   p.sparse_block_size = sparse_block_size;
@@ -101,19 +87,13 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_swap_in_spec,
                                  Opt miss_count, std::int64_t limits, std::int64_t s) {
                                 guard([&] {
                                   SpecSwapParams p;
-                                  p.top_k_tokens = view("top_k_tokens", top_k_tokens);
-                                  p.device_buffer_tokens = view("device_buffer_tokens", device_buffer_tokens);
-                                  p.host_cache_locs = view("host_cache_locs", host_cache_locs);
-                                  p.device_buffer_locs = view("device_buffer_locs", device_buffer_locs);
+                                  SPECSTATE_SET(p, top_k_tokens, device_buffer_tokens, host_cache_locs, device_buffer_locs);
                                   p.buffers = buffers(host_cache, device_buffer, {}, {});
-                                  p.top_k_device_locs = view("top_k_device_locs", top_k_device_locs);
-                                  p.req_pool_indices = view("req_pool_indices", req_pool_indices);
-                                  p.seq_lens = view("seq_lens", seq_lens);
+                                  SPECSTATE_SET(p, top_k_device_locs, req_pool_indices, seq_lens, num_real_reqs);
                                   p.cache_index = view("state.cache_index", cache_index);
                                   p.cache_policy = view("state.cache_policy", cache_policy);
                                   p.scratch_locs = view("state.scratch_locs", scratch_locs);
                                   p.scratch_state = view("state.scratch_state", scratch_state);
-                                  p.num_real_reqs = view("num_real_reqs", num_real_reqs);
                                   p.plan = plan(miss_src, miss_dst, miss_count);
                                   p.limits = static_cast<SpecSwapParams::Limits>(limits);
                                   swap_in_spec(p, stream(s));
@@ -138,10 +118,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_replay_plan,
                                     followers.push_back(b);
                                   }
                                   ReplayPlanParams p;
-                                  p.miss_src = view("miss_src", miss_src);
-                                  p.miss_dst = view("miss_dst", miss_dst);
-                                  p.miss_count = view("miss_count", miss_count);
-                                  p.num_real_reqs = view("num_real_reqs", num_real_reqs);
+                                  SPECSTATE_SET(p, miss_src, miss_dst, miss_count, num_real_reqs);
                                   p.followers = followers.data();
                                   p.num_followers = static_cast<std::int64_t>(followers.size());
                                   p.item_size_bytes = item_size_bytes;
@@ -163,8 +140,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_transfer_paged, [](ffi::Array<ffi::Tensor
     p.src = from.data();
     p.dst = to.data();
     p.num_layers = static_cast<std::int64_t>(from.size());
-    p.src_indices = view("src_indices", src_indices);
-    p.dst_indices = view("dst_indices", dst_indices);
+    SPECSTATE_SET(p, src_indices, dst_indices);
     transfer_paged(p, stream(s));
   });
 });
@@ -173,10 +149,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_transfer_paged_pointers,
                               [](Opt src_ptrs, Opt dst_ptrs, Opt src_indices, Opt dst_indices, std::int64_t s) {
                                 guard([&] {
                                   TransferPagedPointersParams p;
-                                  p.src_ptrs = view("src_ptrs", src_ptrs);
-                                  p.dst_ptrs = view("dst_ptrs", dst_ptrs);
-                                  p.src_indices = view("src_indices", src_indices);
-                                  p.dst_indices = view("dst_indices", dst_indices);
+                                  SPECSTATE_SET(p, src_ptrs, dst_ptrs, src_indices, dst_indices);
                                   transfer_paged_pointers(p, stream(s));
                                 });
                               });
@@ -202,8 +175,7 @@ using Ids = ffi::Array<std::int64_t>;
 std::vector<std::int64_t> numbers(const Ids& ids) { return {ids.begin(), ids.end()}; }
 SwapInParams selection(const Opt& top_k_tokens, const Opt& seq_lens, const Opt& requests) {
   SwapInParams p;
-  p.top_k_tokens = view("top_k_tokens", top_k_tokens);
-  p.seq_lens = view("seq_lens", seq_lens);
+  SPECSTATE_SET(p, top_k_tokens, seq_lens);
   p.req_pool_indices = view("requests", requests);
   return p;
 }
@@ -268,6 +240,12 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_append, [](ffi::ObjectRef h, 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_host_row, [](ffi::ObjectRef h, std::int64_t r, std::int64_t position) {
   return guard([&] { return coordinator(h).host_row(r, position); });
 });
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_host_pages, [](ffi::ObjectRef h, std::int64_t r) {
+  return guard([&] {
+    const std::span<const std::int64_t> pages = coordinator(h).host_pages(r);
+    return Ids(pages.begin(), pages.end());
+  });
+});
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_prepare_verify, [](ffi::ObjectRef h, Ids requests, Ids widths, Opt locs) {
   guard([&] { coordinator(h).prepare_verify(numbers(requests), numbers(widths), view("locs", locs)); });
 });
@@ -276,14 +254,13 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_write,
                                 guard([&] { coordinator(h).write(layer, r, j, view("row", row), view("row_v", row_v)); });
                               });
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_swap,
-                              [](ffi::ObjectRef h, std::int64_t layer, Opt top_k_tokens, Opt seq_lens, Opt requests, Opt num_real_reqs,
-                                 Opt out, Opt unique_misses, Opt unique_hits, bool skip_io, std::int64_t round) {
+                              [](ffi::ObjectRef h, std::int64_t layer, std::int64_t round, Opt top_k_tokens, Opt seq_lens, Opt requests,
+                                 Opt num_real_reqs, Opt out, Opt unique_misses, Opt unique_hits, bool skip_io) {
                                 guard([&] {
                                   SwapInParams p = selection(top_k_tokens, seq_lens, requests);
                                   p.num_real_reqs = view("num_real_reqs", num_real_reqs);
                                   p.top_k_device_locs = view("out", out);
-                                  p.unique_misses = view("unique_misses", unique_misses);
-                                  p.unique_hits = view("unique_hits", unique_hits);
+                                  SPECSTATE_SET(p, unique_misses, unique_hits);
                                   p.skip_io = skip_io;
                                   coordinator(h).swap(layer, p, round);
                                 });

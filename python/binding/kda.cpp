@@ -19,15 +19,11 @@ std::optional<double> number(const OptDouble& x) { return x.has_value() ? std::o
   Opt x_q, Opt x_k, Opt x_v, Opt w_q, Opt w_k, Opt w_v, Opt cs_q, Opt cs_k, Opt cs_v, Opt g, Opt beta, Opt A_log, Opt dt_bias, Opt state, \
       Opt slots, Opt cu_seqlens, Opt onorm_gate, Opt onorm_weight, OptDouble onorm_eps, Opt out, OptDouble lower_bound,                   \
       double softplus_beta, double softplus_threshold, OptDouble scale, bool l2norm, bool round_before_norm, std::int64_t null_slot
-#define SPECSTATE_KDA_FILL(p)                                                                                            \
-  p.x_q = view("x_q", x_q), p.x_k = view("x_k", x_k), p.x_v = view("x_v", x_v);                                          \
-  p.w_q = view("w_q", w_q), p.w_k = view("w_k", w_k), p.w_v = view("w_v", w_v);                                          \
-  p.cs_q = view("cs_q", cs_q), p.cs_k = view("cs_k", cs_k), p.cs_v = view("cs_v", cs_v);                                 \
-  p.g = view("g", g), p.beta = view("beta", beta), p.A_log = view("A_log", A_log), p.dt_bias = view("dt_bias", dt_bias); \
-  p.state = view("state", state), p.slots = view("slots", slots), p.cu_seqlens = view("cu_seqlens", cu_seqlens);         \
-  p.onorm_gate = view("onorm_gate", onorm_gate), p.onorm_weight = view("onorm_weight", onorm_weight);                    \
-  p.onorm_eps = number(onorm_eps), p.out = view("out", out), p.lower_bound = number(lower_bound);                        \
-  p.softplus_beta = softplus_beta, p.softplus_threshold = softplus_threshold, p.scale = number(scale);                   \
+#define SPECSTATE_KDA_FILL(p)                                                                         \
+  SPECSTATE_SET(p, x_q, x_k, x_v, w_q, w_k, w_v, cs_q, cs_k, cs_v);                                   \
+  SPECSTATE_SET(p, g, beta, A_log, dt_bias, state, slots, cu_seqlens, onorm_gate, onorm_weight, out); \
+  p.onorm_eps = number(onorm_eps), p.lower_bound = number(lower_bound), p.scale = number(scale);      \
+  p.softplus_beta = softplus_beta, p.softplus_threshold = softplus_threshold;                         \
   p.l2norm = l2norm, p.round_before_norm = round_before_norm, p.null_slot = null_slot
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_verify, [](SPECSTATE_KDA_STEP, Opt rawv, Opt rawk, Opt ring_g, Opt ring_beta, Opt snapshots, Opt conv_q,
@@ -37,9 +33,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_verify, [](SPECSTATE_KDA_STEP, Opt rawv, Opt r
     kda::VerifyParams p;
     SPECSTATE_KDA_FILL(p);
     p.rings = {view("rawv", rawv), view("rawk", rawk), view("g", ring_g), view("beta", ring_beta)};
-    p.snapshots = view("snapshots", snapshots);
-    p.conv_q = view("conv_q", conv_q), p.conv_k = view("conv_k", conv_k), p.conv_v = view("conv_v", conv_v);
-    p.rows = view("rows", rows), p.parents = view("parents", parents);
+    SPECSTATE_SET(p, snapshots, conv_q, conv_k, conv_v, rows, parents);
     p.exact = exact, p.update_state = update_state, p.null_from_zero = null_from_zero;
     fused ? kda::fused_kda_decode_mtp_dspark(p, stream(s)) : kda::verify(p, stream(s));
   });
@@ -59,10 +53,8 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_fold, [](Opt state, Opt rawv, Opt rawk, Opt g,
                                            std::int64_t form, std::int64_t s) {
   guard([&] {
     kda::CommitParams p;
-    p.state = view("state", state);
+    SPECSTATE_SET(p, state, slots, accept, track, track_step);
     p.rings = {view("rawv", rawv), view("rawk", rawk), view("g", g), view("beta", beta)};
-    p.slots = view("slots", slots), p.accept = view("accept", accept);
-    p.track = view("track", track), p.track_step = view("track_step", track_step);
     p.l2norm = l2norm, p.null_slot = null_slot;
     p.max_cache_len = max_cache_len, p.num_k_heads = num_k_heads;
     if (form == 0) kda::fold(p, stream(s));
@@ -78,37 +70,34 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_gating_update, [](Opt A_log, Opt a, Opt dt_bia
                                                     Opt ring_g, Opt ring_beta, Opt out, bool one_token, std::int64_t s) {
   guard([&] {
     kda::GatingUpdateParams p;
-    p.A_log = view("A_log", A_log), p.a = view("a", a), p.dt_bias = view("dt_bias", dt_bias);
     p.softplus_beta = softplus_beta, p.softplus_threshold = softplus_threshold;
-    p.q = view("q", q), p.k = view("k", k), p.v = view("v", v), p.b = view("b", b);
+    SPECSTATE_SET(p, A_log, a, dt_bias, q, k, v, b, cu_seqlens, out);
     p.initial_state_source = view("initial_state_source", state);
     p.initial_state_indices = view("initial_state_indices", indices);
     p.scale = number(scale), p.use_qk_l2norm_in_kernel = l2norm;
-    p.cu_seqlens = view("cu_seqlens", cu_seqlens);
     p.is_kda = is_kda, p.lower_bound = number(lower_bound), p.disable_state_update = disable_state_update;
     p.intermediate_states_buffer = view("intermediate_states_buffer", buffer);
     p.intermediate_state_indices = view("intermediate_state_indices", buffer_indices);
     p.retrieve_parent_token = view("retrieve_parent_token", parents);
     p.cache_ring = cache_ring;
     p.rings = {view("replayssm_rawv", rawv), view("replayssm_rawk", rawk), view("replayssm_g", ring_g), view("replayssm_beta", ring_beta)};
-    p.out = view("out", out);
     one_token ? kda::cutedsl_fused_sigmoid_gating_kda_update(p, stream(s)) : kda::fused_sigmoid_gating_delta_rule_update(p, stream(s));
   });
 });
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_rollback_conv_windows, [](ffi::Array<ffi::Tensor> pools, ffi::Array<ffi::Tensor> windows, Opt slots,
-                                                            Opt step, Opt rows, Opt track_slots, Opt track_steps, std::int64_t s) {
-  guard([&] {
-    std::vector<kda::RollbackConvWindowsParams> all;
-    for (std::size_t i = 0; i < pools.size(); ++i) {
-      kda::RollbackConvWindowsParams p;
-      p.pool = view("conv_pools", In(pools[i])), p.windows = view("intermediate_windows", In(windows[i]));
-      p.slots = view("slots", slots), p.last_correct_step = view("last_correct_step", step), p.rows = view("rows", rows);
-      p.track_slots = view("track_slots", track_slots), p.track_steps = view("track_steps", track_steps);
-      all.push_back(p);
-    }
-    kda::rollback_conv_windows(all.data(), static_cast<std::int64_t>(all.size()), stream(s));
-  });
-});
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_rollback_conv_windows,
+                              [](ffi::Array<ffi::Tensor> pools, ffi::Array<ffi::Tensor> windows, Opt slots, Opt last_correct_step, Opt rows,
+                                 Opt track_slots, Opt track_steps, std::int64_t s) {
+                                guard([&] {
+                                  std::vector<kda::RollbackConvWindowsParams> all;
+                                  for (std::size_t i = 0; i < pools.size(); ++i) {
+                                    kda::RollbackConvWindowsParams p;
+                                    p.pool = view("conv_pools", In(pools[i])), p.windows = view("intermediate_windows", In(windows[i]));
+                                    SPECSTATE_SET(p, slots, last_correct_step, rows, track_slots, track_steps);
+                                    all.push_back(p);
+                                  }
+                                  kda::rollback_conv_windows(all.data(), static_cast<std::int64_t>(all.size()), stream(s));
+                                });
+                              });
 
 }  // namespace specstate::binding

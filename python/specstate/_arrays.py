@@ -80,7 +80,7 @@ def shape_of(name, x, ndim=None):
     """The shape of an argument, as a tuple; of `ndim` dimensions if that is given."""
     try:
         shape = tuple(x.shape)
-    except AttributeError:
+    except (AttributeError, TypeError):
         raise TypeError(f"{name}: expected an array that supports DLPack, got {type(x).__name__}.") from None
     if ndim is not None and len(shape) != ndim:
         raise ValueError(f"{name}: expected {ndim} dimensions, got shape {shape}.")

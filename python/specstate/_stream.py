@@ -2,6 +2,8 @@
 
 import sys
 
+from ._arguments import kind_of
+
 
 def _torch_stream(torch, like):
     """torch's current stream on the device of `like`; its raw handle without a Stream object, where torch gives it (1 us less a call)."""
@@ -19,12 +21,12 @@ def stream_handle(stream, like):
         if cupy is not None and isinstance(like, cupy.ndarray):
             return cupy.cuda.get_current_stream().ptr
         return 0
-    if isinstance(stream, int):
-        return stream
+    handle = stream
     protocol = getattr(stream, "__cuda_stream__", None)
     if protocol is not None:
-        return (protocol() if callable(protocol) else protocol)[1]
-    for name in ("cuda_stream", "ptr"):
-        if hasattr(stream, name):
-            return getattr(stream, name)
-    raise TypeError(f"stream: expected an int or a CUDA stream object, got {type(stream).__name__}.")
+        handle = (protocol() if callable(protocol) else protocol)[1]
+    elif not isinstance(stream, int):
+        handle = getattr(stream, "cuda_stream", getattr(stream, "ptr", None))
+    if not isinstance(handle, int):
+        raise TypeError(f"stream: expected an int or a CUDA stream object, got {kind_of(stream)}.")
+    return handle

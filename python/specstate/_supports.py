@@ -46,7 +46,7 @@ def supports(function_name, /, **arguments):
     read or written, so errors of contents (ids outside, lengths that do not fit) are not foreseen. A name that is none of ours raises
     ValueError.
     """
-    path = function_name.removeprefix("specstate.").rpartition(".")
+    path = function_name.removeprefix("specstate.").rpartition(".") if isinstance(function_name, str) else ("", "", None)
     module = _MODULE_OF.get(path[2])
     if module is None or path[0] not in ("", module):
         raise ValueError(f"supports: function_name: expected one of {', '.join(sorted(_MODULE_OF))}, got {function_name!r}.")

@@ -4,14 +4,18 @@
 one; CPU calls ignore it.
 """
 
+from ._arguments import kind_of
 from ._arrays import array_in, array_out, empty_like, shape_of
 from ._library import function
 from ._stream import stream_handle
 
 
-def _results(candidates, out):
+def _results(op, candidates, out):
     if out is not None:
-        return out
+        if not isinstance(out, (tuple, list)) or len(out) != 2:
+            got = f"{type(out).__name__} of {len(out)}" if isinstance(out, (tuple, list)) else kind_of(out)
+            raise ValueError(f"{op}: out: expected a pair (accept_lens, out_tokens), got {got}.")
+        return tuple(out)
     shape = shape_of("candidates", candidates)
     return empty_like(candidates, shape[:1], "int32"), empty_like(candidates, shape)
 
@@ -27,7 +31,7 @@ def verify_greedy(candidates, target_argmax, *, verify_lens=None, out=None, stre
     Returns (accept_lens, out_tokens): accept_lens counts the bonus token (1..W); out_tokens holds the accepted proposals, the
     bonus token, then zeros. Raises ValueError naming the argument; nothing is written then.
     """
-    accept_lens, out_tokens = _results(candidates, out)
+    accept_lens, out_tokens = _results("verify_greedy", candidates, out)
     function("accept_verify_greedy")(
         array_in("candidates", candidates),
         array_in("target_argmax", target_argmax),
@@ -54,7 +58,7 @@ def verify_rejection(candidates, draft_probs, target_probs, uniforms, *, verify_
     is zero); if all stand, one more token is drawn from the last row of p. Draws are by inverse CDF in id order, in float64.
     Returns (accept_lens, out_tokens) as `verify_greedy`. Raises ValueError naming the argument; nothing is written then.
     """
-    accept_lens, out_tokens = _results(candidates, out)
+    accept_lens, out_tokens = _results("verify_rejection", candidates, out)
     function("accept_verify_rejection")(
         array_in("candidates", candidates),
         array_in("draft_probs", draft_probs),
@@ -93,7 +97,7 @@ def plan_verify_lengths(
         array_in("probe_tokens", probe_tokens),
         array_in("steps_per_second", steps_per_second),
         array_in("max_lens", max_lens),
-        array_out("verify_lens", out),
+        array_out("out", out),
         stream_handle(stream, confidences),
     )
     return out

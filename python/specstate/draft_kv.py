@@ -7,6 +7,7 @@ layers, N KV heads of D (K) and Dv (V) channels, P rows and R channels of the ro
 one; CPU calls ignore it.
 """
 
+from ._arguments import flag, integer, kind_of, number
 from ._arrays import array_in, array_out, empty_like, shape_of
 from ._library import function
 from ._stream import stream_handle
@@ -32,7 +33,7 @@ def _scale(name, scale):
     """A scale as (array, number), one of them None. NumPy's scalars are numbers."""
     if scale is None or hasattr(scale, "__dlpack__"):
         return array_in(name, scale), None
-    return None, float(scale)
+    return None, number(name, scale)
 
 
 def materialize_into_pool(
@@ -131,8 +132,8 @@ def _materialize(
         array_in("commit_lens", commit_lens),
         *_scale("k_scale", k_scale),
         *_scale("v_scale", v_scale),
-        bool(is_neox_style),
-        bool(round_after_norm),
+        flag("is_neox_style", is_neox_style),
+        flag("round_after_norm", round_after_norm),
         round_to_weight_dtype,
         stream_handle(stream, ctx_hidden),
     )
@@ -156,8 +157,10 @@ class FusedKVMaterializeHelper:
     """
 
     def __init__(self, layers, rotary_emb, num_kv_heads, head_dim, device, max_position_hint=None):
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
+        self.num_kv_heads = num_kv_heads = integer("num_kv_heads", num_kv_heads)
+        self.head_dim = head_dim = integer("head_dim", head_dim)
+        if not hasattr(layers, "__len__") or not all(hasattr(layer, "self_attn") for layer in layers):
+            raise TypeError(f"FusedKVMaterializeHelper: layers: expected a sequence of layers with self_attn, got {kind_of(layers)}.")
         self.rotary_emb = rotary_emb
         self.n_layers = len(layers)
         self.device = device
@@ -173,7 +176,7 @@ class FusedKVMaterializeHelper:
             )
         if not layers:
             raise ValueError("FusedKVMaterializeHelper: layers: expected at least one layer, got none.")
-        self.max_position_hint = None if max_position_hint is None else max(int(max_position_hint) - 1, 0)
+        self.max_position_hint = None if max_position_hint is None else max(integer("max_position_hint", max_position_hint) - 1, 0)
         for i, layer in enumerate(layers):
             self._check_layer(i, layer.self_attn)
         self._layers = layers
@@ -255,10 +258,10 @@ class FusedKVMaterializeHelper:
         ctx_hidden [T, hidden], rounded to the weights' dtype; T = 0 calls nothing. positions: T integers of any shape, row-major.
         Raises ValueError and RuntimeError with sglang's texts; positions are checked with and without a position hint.
         """
-        total_ctx = int(ctx_hidden.shape[0])
+        total_ctx = int(shape_of("ctx_hidden", ctx_hidden, 2)[0])
         if total_ctx == 0:
             return
-        if len(positions.shape) != 1:
+        if len(shape_of("positions", positions)) != 1:
             positions = positions.reshape(-1)
         if positions.shape[0] != total_ctx:
             raise ValueError(
@@ -272,6 +275,8 @@ class FusedKVMaterializeHelper:
         if first < 0:
             raise ValueError(f"FusedKVMaterializeHelper: positions: expected positions >= 0, got {first}.")
         table = self._rope_table(int(positions.max()))
+        if not callable(write_layer_kv):
+            raise TypeError(f"write_layer_kv: expected a function, got {kind_of(write_layer_kv)}.")
         shape = (total_ctx, self.num_kv_heads, self.head_dim)
         for i, (projection, norm, eps) in enumerate(self._packed):
             k, v = empty_like(ctx_hidden, shape, self._dtype), empty_like(ctx_hidden, shape, self._dtype)
@@ -301,6 +306,7 @@ def fused_norm_rope_stacked(
     positions [T] int32 or int64. Returns (k, v), each [L, T, N, D] of kv's dtype, k_out and v_out where given; T = 0 returns two
     empty arrays. Raises ValueError, with sglang's texts where sglang checks; nothing is written then.
     """
+    num_kv_heads, head_dim = integer("num_kv_heads", num_kv_heads), integer("head_dim", head_dim)
     shape = shape_of("kv", kv)
     n_layers, tokens = (shape[1], shape[0]) if len(shape) == 3 else (0, 0)
     shape = (n_layers, tokens, max(num_kv_heads, 0), max(head_dim, 0))
@@ -314,7 +320,7 @@ def fused_norm_rope_stacked(
         array_in("positions", positions),
         num_kv_heads,
         head_dim,
-        rotary_dim,
+        integer("rotary_dim", rotary_dim),
         array_out("k_out", k),
         array_out("v_out", v),
         stream_handle(stream, kv),

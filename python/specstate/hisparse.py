@@ -17,9 +17,9 @@ Every function raises ValueError naming the argument before anything is written.
 `src/hisparse/SEMANTICS.md`.
 """
 
-from operator import index
 from typing import Any, NamedTuple
 
+from ._arguments import flag, group, integer, integers, kind_of, size
 from ._arrays import array_in, array_out, empty_like, shape_of
 from ._library import function
 from ._stream import stream_handle
@@ -56,14 +56,10 @@ def _paged(layout):
 _INFER = -(2**63)  # kInfer of the C++ interface: take the size from the tensors
 
 
-def _hint(op, name, value, low, high):
-    try:
-        ok = low <= index(value) <= (high or 2**31)
-    except TypeError:
-        ok = False
-    if not ok:
-        expected = f"{low} to {high}" if high is not None else f"at least {low}"
-        raise ValueError(f"{op}: {name}: expected {expected}, got {value!r}.")
+def _hint(op, name, value, high=None):
+    value = integer(name, value)
+    if value < 1 or (high is not None and value > high):
+        raise ValueError(f"{op}: {name}: expected {'at least 1' if high is None else f'1 to {high}'}, got {value}.")
 
 
 # ------------------------------------------------------------------------------------------------------------ native
@@ -82,6 +78,7 @@ class SwapState(NamedTuple):
 def new_swap_state(slot_locs, hot, context):
     """An empty SwapState around `slot_locs` [R, H+P] int32, for `hot` = H slots and `context` = L positions."""
     requests, width = shape_of("slot_locs", slot_locs, 2)
+    hot, context = size("hot", hot), size("context", context)
     state = SwapState(
         empty_like(slot_locs, (requests, width), "int32"),
         slot_locs,
@@ -93,8 +90,8 @@ def new_swap_state(slot_locs, hot, context):
     return state
 
 
-def _state(state):
-    tokens, locs, stamps, hints, clock = state
+def _state(op, state):
+    tokens, locs, stamps, hints, clock = group(op, "state", state, SwapState)
     return (
         array_out("state.slot_tokens", tokens),
         array_in("state.slot_locs", locs),
@@ -106,7 +103,8 @@ def _state(state):
 
 def reset_swap_state(state, requests=None, *, stream=None):
     """Makes request slots empty (all of them if `requests` [n] is None); for a new occupant of a slot."""
-    function("hisparse_reset_swap_state")(*_state(state), array_in("requests", requests), stream_handle(stream, state[0]))
+    state = _state("reset_swap_state", state)
+    function("hisparse_reset_swap_state")(*state, array_in("requests", requests), stream_handle(stream, state[0]))
 
 
 def swap_in(
@@ -153,7 +151,7 @@ def swap_in(
         array_out("device_buffer", device_buffer),
         array_in("host_cache_v", host_cache_v),
         array_out("device_buffer_v", device_buffer_v),
-        *_state(state),
+        *_state("swap_in", state),
         array_in("scratch_locs", scratch_locs),
         _paged(layout),
         array_out("out", out),
@@ -162,7 +160,7 @@ def swap_in(
         array_out("miss_count", miss_count),
         array_out("unique_misses", unique_misses),
         array_out("unique_hits", unique_hits),
-        bool(skip_io),
+        flag("skip_io", skip_io),
         stream_handle(stream, top_k_tokens),
     )
     return out
@@ -198,20 +196,20 @@ def swap_in_single(
     """
     if out is None:
         rows, entries = shape_of("top_k_tokens", top_k_tokens, 2)
-        out = empty_like(top_k_tokens, (rows, entries * sparse_block_size), "int32")
-    _single(
-        "swap_in_single", _paged(layout), top_k_tokens, device_buffer_tokens, host_cache_locs, device_buffer_locs, host_cache,
-        device_buffer, host_cache_v, device_buffer_v, out, req_pool_indices, seq_lens, lru_slots, _INFER, _INFER, _INFER, num_real_reqs, miss_src,
-        miss_dst, miss_count, sparse_block_size, skip_io, stream,
-    )
+        out = empty_like(top_k_tokens, (rows, entries * size("sparse_block_size", sparse_block_size)), "int32")
+    arguments = dict(locals(), paged=_paged(layout), top_k_device_locs=array_out("out", out))
+    _single("swap_in_single", **arguments)
     return out
 
 
 def _single(
-    op, paged, top_k_tokens, device_buffer_tokens, host_cache_locs, device_buffer_locs, host_cache, device_buffer, host_cache_v,
-    device_buffer_v, top_k_device_locs, req_pool_indices, seq_lens, lru_slots, item_size_bytes, num_top_k, hot_buffer_size,
-    num_real_reqs, miss_src, miss_dst, miss_count, sparse_block_size, skip_io, stream=None,
-):
+    op, *, top_k_tokens, device_buffer_tokens, host_cache_locs, device_buffer_locs, host_cache, device_buffer, top_k_device_locs,
+    req_pool_indices, seq_lens, lru_slots, paged=False, item_size_bytes=_INFER, num_top_k=_INFER, hot_buffer_size=_INFER, host_cache_v=None,
+    device_buffer_v=None, num_real_reqs=None, miss_src=None, miss_dst=None, miss_count=None, sparse_block_size=1, block_size=1, skip_io=False,
+    stream=None, **_,
+):  # fmt: skip
+    """The arguments of a single step, by name; what else the caller has (`page_size`) changes nothing."""
+    _hint(op, "block_size", block_size, 1024)
     function("hisparse_swap_in_single")(
         array_in("top_k_tokens", top_k_tokens),
         array_out("device_buffer_tokens", device_buffer_tokens),
@@ -225,25 +223,24 @@ def _single(
         array_in("req_pool_indices", req_pool_indices),
         array_in("seq_lens", seq_lens),
         array_out("lru_slots", lru_slots),
-        index(item_size_bytes),
-        index(num_top_k),
-        index(hot_buffer_size),
+        integer("item_size_bytes", item_size_bytes),
+        integer("num_top_k", num_top_k),
+        integer("hot_buffer_size", hot_buffer_size),
         array_in("num_real_reqs", num_real_reqs),
         paged,
         array_out("miss_src", miss_src),
         array_out("miss_dst", miss_dst),
         array_out("miss_count", miss_count),
-        index(sparse_block_size),
-        bool(skip_io),
-        op.startswith(("load_", "copy_")),  # sglang's names keep its one row stride of both plan tensors
+        integer("sparse_block_size", sparse_block_size),
+        flag("skip_io", skip_io),
+        op.startswith("load_"),  # sglang's names keep its one row stride of both plan tensors
         op,
         stream_handle(stream, top_k_tokens),
     )
 
 
 def _list(name, x, array):
-    if x is None:
-        return []
+    """A tensor for each layer, from one or from a list."""
     items = list(x) if isinstance(x, (list, tuple)) else [x]
     if any(item is None for item in items):
         raise ValueError(f"{name}: expected a tensor for every layer, got none.")
@@ -272,12 +269,16 @@ def replay_plan(
     stream=None,
 ):
     """Replays a recorded miss plan on one follower layer, or on many (lists of buffers). Copies only."""
+    _replay("replay_plan", **dict(locals(), paged=_paged(layout)))
+
+
+def _replay(
+    op, *, miss_src, miss_dst, miss_count, num_real_reqs, host_cache, device_buffer, host_cache_v=None, device_buffer_v=None,
+    item_size_bytes=_INFER, paged=False, skip_io=False, stream=None, **_,
+):  # fmt: skip
     hosts, devices = _list("host_cache", host_cache, array_in), _list("device_buffer", device_buffer, array_out)
-    hosts_v, devices_v = _list("host_cache_v", host_cache_v, array_in), _list("device_buffer_v", device_buffer_v, array_out)
-    _replay("replay_plan", miss_src, miss_dst, miss_count, num_real_reqs, hosts, devices, hosts_v, devices_v, _INFER, _paged(layout), skip_io, stream)
-
-
-def _replay(op, miss_src, miss_dst, miss_count, num_real_reqs, hosts, devices, hosts_v, devices_v, item_size_bytes, paged, skip_io, stream):
+    hosts_v = [] if host_cache_v is None else _list("host_cache_v", host_cache_v, array_in)
+    devices_v = [] if device_buffer_v is None else _list("device_buffer_v", device_buffer_v, array_out)
     for name, x, n in [("device_buffer", devices, len(hosts)), ("host_cache_v", hosts_v, len(hosts)), ("device_buffer_v", devices_v, len(hosts_v))]:
         if len(x) != n and not (name == "host_cache_v" and not x):
             raise ValueError(f"{op}: {name}: expected {n} layers, got {len(x)}.")
@@ -290,10 +291,10 @@ def _replay(op, miss_src, miss_dst, miss_count, num_real_reqs, hosts, devices, h
         devices,
         hosts_v,
         devices_v,
-        index(item_size_bytes),
+        integer("item_size_bytes", item_size_bytes),
         paged,
-        bool(skip_io),
-        op.startswith(("load_", "copy_")),  # sglang's names keep its one row stride of both plan tensors
+        flag("skip_io", skip_io),
+        op.startswith("copy_"),  # sglang's name keeps its one row stride of both plan tensors
         op,
         stream_handle(stream, miss_src),
     )
@@ -328,8 +329,8 @@ class HiSparseSpecState(NamedTuple):
 def new_spec_state(scratch_locs, hot, occurrences):
     """A fresh HiSparseSpecState around `scratch_locs` [R, C] int32: nothing indexed, all counters 0. occurrences = S * K."""
     requests = shape_of("scratch_locs", scratch_locs, 2)[0]
-    size = 1 << max(1, (2 * hot - 1).bit_length())
-    index = empty_like(scratch_locs, (requests, 2, size), "int64")
+    hot, occurrences = size("hot", hot), size("occurrences", occurrences)
+    index = empty_like(scratch_locs, (requests, 2, 1 << max(1, (2 * hot - 1).bit_length())), "int64")
     policy = empty_like(scratch_locs, (requests + 1, hot), "int32")
     columns = max(4 * requests, 5 * occurrences)
     workspace = empty_like(scratch_locs, (requests + 1, columns + columns % 2), "int32")
@@ -357,6 +358,7 @@ def load_cache_to_device_buffer_spec_mla(
     miss_dst=None,
     miss_count=None,
     strict_sglang=None,
+    stream=None,
 ):
     """Resolves all speculative steps and swaps the distinct misses in, inside sglang's state tensors.
 
@@ -366,11 +368,8 @@ def load_cache_to_device_buffer_spec_mla(
     strict_sglang: None keeps the documented contract (2 to 4 steps), True also the limits of sglang's compiled kernel, False lifts
     both. Errors carry sglang's texts: ValueError, and RuntimeError where sglang's C++ side checks.
     """
-    limits = 0 if strict_sglang is None else 1 if strict_sglang else 2
-    try:
-        cache_index, cache_policy, scratch_locs, scratch_state = state
-    except (TypeError, ValueError):
-        raise ValueError(f"load_cache_to_device_buffer_spec_mla: state: expected a HiSparseSpecState, got {type(state).__name__}.") from None
+    limits = 0 if strict_sglang is None else 1 if flag("strict_sglang", strict_sglang) else 2
+    cache_index, cache_policy, scratch_locs, scratch_state = group("load_cache_to_device_buffer_spec_mla", "state", state, HiSparseSpecState)
     function("hisparse_swap_in_spec")(
         array_in("top_k_tokens", top_k_tokens),
         array_out("device_buffer_tokens", device_buffer_tokens),
@@ -390,32 +389,15 @@ def load_cache_to_device_buffer_spec_mla(
         array_out("miss_dst", miss_dst),
         array_out("miss_count", miss_count),
         limits,
-        stream_handle(None, top_k_tokens),
+        stream_handle(stream, top_k_tokens),
     )
 
 
 def load_cache_to_device_buffer_mla(
-    top_k_tokens,
-    device_buffer_tokens,
-    host_cache_locs,
-    device_buffer_locs,
-    host_cache,
-    device_buffer,
-    top_k_device_locs,
-    req_pool_indices,
-    seq_lens,
-    lru_slots,
-    item_size_bytes,
-    num_top_k,
-    hot_buffer_size,
-    page_size=1,
-    block_size=256,
-    num_real_reqs=None,
-    miss_src=None,
-    miss_dst=None,
-    miss_count=None,
-    skip_io=False,
-):
+    top_k_tokens, device_buffer_tokens, host_cache_locs, device_buffer_locs, host_cache, device_buffer, top_k_device_locs, req_pool_indices,
+    seq_lens, lru_slots, item_size_bytes, num_top_k, hot_buffer_size, page_size=1, block_size=256, num_real_reqs=None, miss_src=None,
+    miss_dst=None, miss_count=None, skip_io=False, *, stream=None,
+):  # fmt: skip
     """Single-step swap-in with exact LRU over linear buffers.
 
     top_k_tokens, top_k_device_locs [B, K] int32; device_buffer_tokens, device_buffer_locs [R, >=H+1] int32, column H the newest
@@ -423,140 +405,80 @@ def load_cache_to_device_buffer_mla(
     num_top_k = K, hot_buffer_size = H. seq_len <= H: slot t holds token t. Padded rows and invalid tokens give -1. page_size is accepted and ignored, block_size (1 to
     1024) is a hint. skip_io moves no bytes.
     """
-    op = "load_cache_to_device_buffer_mla"
-    _hint(op, "block_size", block_size, 1, 1024)
-    _single(
-        op, False, top_k_tokens, device_buffer_tokens, host_cache_locs, device_buffer_locs, host_cache, device_buffer, None, None,
-        top_k_device_locs, req_pool_indices, seq_lens, lru_slots, item_size_bytes, num_top_k, hot_buffer_size, num_real_reqs, miss_src,
-        miss_dst, miss_count, 1, skip_io,
-    )
+    _single("load_cache_to_device_buffer_mla", **locals())
 
 
 def load_cache_to_device_buffer_dsv4_mla(
-    top_k_tokens,
-    device_buffer_tokens,
-    host_cache_locs,
-    device_buffer_locs,
-    host_cache,
-    device_buffer,
-    top_k_device_locs,
-    req_pool_indices,
-    seq_lens,
-    lru_slots,
-    item_size_bytes,
-    num_top_k,
-    hot_buffer_size,
-    page_size=1,
-    block_size=256,
-    num_real_reqs=None,
-    miss_src=None,
-    miss_dst=None,
-    miss_count=None,
-    skip_io=False,
-):
+    top_k_tokens, device_buffer_tokens, host_cache_locs, device_buffer_locs, host_cache, device_buffer, top_k_device_locs, req_pool_indices,
+    seq_lens, lru_slots, item_size_bytes, num_top_k, hot_buffer_size, page_size=1, block_size=256, num_real_reqs=None, miss_src=None,
+    miss_dst=None, miss_count=None, skip_io=False, *, stream=None,
+):  # fmt: skip
     """`load_cache_to_device_buffer_mla` over buffers of DSv4 pages (64 rows of 576 + 8 bytes in 37440 bytes); positions are compressed ones."""
-    op = "load_cache_to_device_buffer_dsv4_mla"
-    _hint(op, "block_size", block_size, 1, 1024)
-    _single(
-        op, True, top_k_tokens, device_buffer_tokens, host_cache_locs, device_buffer_locs, host_cache, device_buffer, None, None,
-        top_k_device_locs, req_pool_indices, seq_lens, lru_slots, item_size_bytes, num_top_k, hot_buffer_size, num_real_reqs, miss_src,
-        miss_dst, miss_count, 1, skip_io,
-    )
+    _single("load_cache_to_device_buffer_dsv4_mla", **dict(locals(), paged=True))
 
 
 def load_blocks_to_device_buffer_mha(
-    top_k_blocks,
-    device_buffer_tokens,
-    host_cache_locs,
-    device_buffer_locs,
-    host_cache_k,
-    host_cache_v,
-    device_buffer_k,
-    device_buffer_v,
-    top_k_device_locs,
-    req_pool_indices,
-    seq_lens,
-    lru_slots,
-    item_size_bytes,
-    hot_buffer_size,
-    sparse_block_size,
-    page_size=1,
-    block_size=256,
-    num_real_reqs=None,
-    skip_io=False,
-):
+    top_k_blocks, device_buffer_tokens, host_cache_locs, device_buffer_locs, host_cache_k, host_cache_v, device_buffer_k, device_buffer_v,
+    top_k_device_locs, req_pool_indices, seq_lens, lru_slots, item_size_bytes, hot_buffer_size, sparse_block_size, page_size=1, block_size=256,
+    num_real_reqs=None, skip_io=False, *, stream=None,
+):  # fmt: skip
     """Single-step swap-in of blocks of sparse_block_size tokens with one K and one V row a token.
 
     top_k_blocks [B, n] int32; top_k_device_locs [B, >= n * sparse_block_size] int32; host_cache_k and host_cache_v [Nh, ...], device_buffer_k and
     device_buffer_v [Nd, ...], host rows item_size_bytes apart; the rest as `load_cache_to_device_buffer_mla`.
     """
     op = "load_blocks_to_device_buffer_mha"
-    _hint(op, "sparse_block_size", sparse_block_size, 1, None)
-    _hint(op, "block_size", block_size, 1, 1024)
+    arguments = locals()
+    _hint(op, "sparse_block_size", sparse_block_size)
     blocks = shape_of("top_k_blocks", top_k_blocks, 2)[1]
     tokens = blocks * sparse_block_size
-    if hot_buffer_size < tokens:
+    if integer("hot_buffer_size", hot_buffer_size) < tokens:
         raise ValueError(f"hot_buffer_size ({hot_buffer_size}) must be >= selected tokens ({tokens})")
-    k_stride, v_stride = _row_pitch(host_cache_k), _row_pitch(host_cache_v)
-    if not k_stride == v_stride == item_size_bytes:
+    k_stride, v_stride = _row_pitch("host_cache_k", host_cache_k), _row_pitch("host_cache_v", host_cache_v)
+    if not k_stride == v_stride == integer("item_size_bytes", item_size_bytes):
         raise ValueError(
             f"K/V token strides must equal item_size_bytes: k_stride={k_stride}, v_stride={v_stride}, item_size_bytes={item_size_bytes}"
         )
     _single(
-        op, False, top_k_blocks, device_buffer_tokens, host_cache_locs, device_buffer_locs, host_cache_k, device_buffer_k, host_cache_v,
-        device_buffer_v, top_k_device_locs, req_pool_indices, seq_lens, lru_slots, item_size_bytes, blocks,
-        hot_buffer_size, num_real_reqs, None, None, None, sparse_block_size, skip_io,
-    )
+        **arguments, top_k_tokens=array_in("top_k_blocks", top_k_blocks), host_cache=host_cache_k,
+        device_buffer=array_out("device_buffer_k", device_buffer_k), num_top_k=blocks,
+    )  # fmt: skip
 
 
-def _row_pitch(x):
-    if hasattr(x, "stride"):
-        return x.stride(0) * x.element_size()
-    return x.strides[0]
+def _row_pitch(name, x):
+    """Bytes from one row to the next."""
+    if not shape_of(name, x):
+        raise ValueError(f"{name}: expected at least one dimension, got shape ().")
+    return x.stride(0) * x.element_size() if hasattr(x, "stride") else x.strides[0]
 
 
 def copy_cache_planned_mla(
-    *,
-    miss_src,
-    miss_dst,
-    miss_count,
-    num_real_reqs,
-    host_cache,
-    device_buffer,
-    item_size_bytes,
-    num_blocks=4,
-    block_size=1024,
-    is_dsv4_layout=False,
-    skip_io=False,
-):
+    *, miss_src, miss_dst, miss_count, num_real_reqs, host_cache, device_buffer, item_size_bytes, num_blocks=4, block_size=1024,
+    is_dsv4_layout=False, skip_io=False, stream=None,
+):  # fmt: skip
     """Replays rows 0..num_real_reqs-1 (None: all) of a recorded miss plan for a shared-index layer.
 
     is_dsv4_layout: the buffers hold DSv4 pages. num_blocks (>= 1) and block_size (1 to 1024) are hints.
     """
     op = "copy_cache_planned_mla"
-    _hint(op, "num_blocks", num_blocks, 1, None)
-    _hint(op, "block_size", block_size, 1, 1024)
-    for name, x in (("host_cache", host_cache), ("device_buffer", device_buffer)):
-        if x is None:
-            raise ValueError(f"{op}: {name}: expected a tensor, got none.")
-    _replay(
-        op, miss_src, miss_dst, miss_count, num_real_reqs, _list("host_cache", host_cache, array_in),
-        _list("device_buffer", device_buffer, array_out), [], [], item_size_bytes, bool(is_dsv4_layout), skip_io, None,
-    )
+    arguments = dict(locals(), paged=flag("is_dsv4_layout", is_dsv4_layout))
+    _hint(op, "num_blocks", num_blocks)
+    _hint(op, "block_size", block_size, 1024)
+    _replay(**arguments)
 
 
-def transfer_cache_dsv4_mla(src_ptrs, dst_ptrs, src_indices, dst_indices, block_size=1024):
+def transfer_cache_dsv4_mla(src_ptrs, dst_ptrs, src_indices, dst_indices, block_size=1024, *, stream=None):
     """Copies DSv4 rows between buffers given by address: src_ptrs, dst_ptrs [layers] uint64; src_indices, dst_indices [N] int64.
 
     Addresses cannot be checked beyond being non-zero, indices beyond being >= 0. N = 0 does nothing. block_size (1 to 1024) is a hint.
     """
-    _hint("transfer_cache_dsv4_mla", "block_size", block_size, 1, 1024)
+    _hint("transfer_cache_dsv4_mla", "block_size", block_size, 1024)
     function("hisparse_transfer_paged_pointers")(
         array_in("src_ptrs", src_ptrs),
         array_in("dst_ptrs", dst_ptrs),
         array_in("src_indices", src_indices),
         array_in("dst_indices", dst_indices),
-        stream_handle(None, src_indices),
+        stream_handle(stream, src_indices),
     )
 
 
@@ -607,52 +529,61 @@ class Coordinator:
         for name, x in (("host_cache", host_cache), ("host_cache_v", host_cache_v)):
             for item in x if isinstance(x, (list, tuple)) else [x]:
                 array_out(name, item)  # backups write it
-        second = [
-            [None if x is None else _tensor(array_out(name, x)) for x in (given or [])]
-            for name, given in (("host_cache_v", host_cache_v), ("device_buffer_v", device_buffer_v))
-        ]
-        first = device_buffer[0] if isinstance(device_buffer, (list, tuple)) else device_buffer
-        self._like, self._requests = first, requests
-        self._columns = hot + (tail or 2 * window)
+        second = []
+        for name, given in (("host_cache_v", host_cache_v), ("device_buffer_v", device_buffer_v)):
+            if not isinstance(given, (list, tuple, type(None))):
+                raise TypeError(f"{name}: expected a list with an array or None for each layer, got {kind_of(given)}.")
+            second.append([None if x is None else _tensor(array_out(name, x)) for x in given or []])
+        sizes = dict(requests=requests, hot=hot, window=window, tail=tail, scratch=scratch, context=context, top_k=top_k, page_size=page_size,
+                     device_rows=device_rows, host_rows=host_rows)  # fmt: skip
+        sizes = {name: integer(name, x) for name, x in sizes.items()}
+        self._like = device_buffer[0] if isinstance(device_buffer, (list, tuple)) and device_buffer else device_buffer
+        self._shape = (sizes["requests"], sizes["hot"] + (sizes["tail"] or 2 * sizes["window"]))
         self._handle = function("hisparse_coordinator_new")(
-            hosts, devices, *second, requests, hot, window, tail, scratch, context, top_k, page_size, device_rows, host_rows, _paged(layout),
-            first_layer, list(anchor_of or []),
+            hosts, devices, *second, *sizes.values(), _paged(layout), integer("first_layer", first_layer),
+            [] if anchor_of is None else integers("anchor_of", anchor_of),
         )
 
-    def _call(self, name, *arguments):
-        return function("hisparse_coordinator_" + name)(self._handle, *arguments)
+    def _call(self, name, *arguments, **numbers):
+        """The export `name`: handle, integers by name, then the rest."""
+        numbers = [integer(n, x) for n, x in numbers.items()]
+        return function("hisparse_coordinator_" + name)(self._handle, *numbers, *arguments)
 
     # admission
     def can_admit(self, tokens):
         """Would `admit` of so many positions (tokens) succeed?"""
-        return bool(self._call("can_admit", tokens))
+        return bool(self._call("can_admit", tokens=tokens))
 
     def admit(self, request, tokens):
         """Takes the free request slot with its device rows and host rows for `tokens` positions. Its length is 0."""
-        self._call("admit", request, tokens)
+        self._call("admit", request=request, tokens=tokens)
 
     def reserve(self, request, count):
         """Host rows for `count` more positions."""
-        self._call("reserve", request, count)
+        self._call("reserve", request=request, count=count)
 
     def stage(self, layer, request, position, rows, rows_v=None):
         """Writes rows [count, ...] of one layer to the host rows of position, position+1, ...; visible after `append`; rows_v for a second pair."""
-        self._call("stage", layer, request, position, array_in("rows", rows), array_in("rows_v", rows_v))
+        self._call("stage", array_in("rows", rows), array_in("rows_v", rows_v), layer=layer, request=request, position=position)
 
     def append(self, request, count, *, source="staged"):
         """Commits `count` positions that every layer has staged (source="staged") or that others wrote to the host rows (source="host")."""
         if source not in ("staged", "host"):
             raise ValueError(f"Coordinator: source: expected 'staged' or 'host', got {source!r}.")
-        self._call("append", request, count, source == "host")
+        self._call("append", source == "host", request=request, count=count)
 
     def host_row(self, request, position):
         """Host row of a committed or reserved position."""
-        return int(self._call("host_row", request, position))
+        return int(self._call("host_row", request=request, position=position))
+
+    def host_pages(self, request):
+        """The host pages of a request, in order: position p has host row ``pages[p // page_size] * page_size + p % page_size``."""
+        return [int(p) for p in self._call("host_pages", request=request)]
 
     # a step
     def prepare_verify(self, requests, widths, *, out=None):
         """Opens a window of widths[i] positions at the end of each request. Returns their device rows [B, max width] int32, -1 beyond a width."""
-        requests, widths = [int(r) for r in requests], [int(w) for w in widths]
+        requests, widths = integers("requests", requests), integers("widths", widths)
         if out is None:
             out = empty_like(self._like, (len(requests), max(widths, default=0)), "int32")
         self._call("prepare_verify", requests, widths, array_out("out", out))
@@ -660,7 +591,7 @@ class Coordinator:
 
     def write(self, layer, request, j, row, row_v=None):
         """Copies a row (and row_v of a second pair) into window position j of one layer."""
-        self._call("write", layer, request, j, array_in("row", row), array_in("row_v", row_v))
+        self._call("write", array_in("row", row), array_in("row_v", row_v), layer=layer, request=request, j=j)
 
     def swap(
         self, layer, top_k_tokens, seq_lens, requests, *, num_real_reqs=None, unique_misses=None, unique_hits=None, skip_io=False, round=0, out=None
@@ -670,15 +601,15 @@ class Coordinator:
         if out is None:
             out = empty_like(top_k_tokens, shape_of("top_k_tokens", top_k_tokens), "int32")
         self._call(
-            "swap", layer, array_in("top_k_tokens", top_k_tokens), array_in("seq_lens", seq_lens), array_in("requests", requests),
+            "swap", array_in("top_k_tokens", top_k_tokens), array_in("seq_lens", seq_lens), array_in("requests", requests),
             array_in("num_real_reqs", num_real_reqs), array_out("out", out), array_out("unique_misses", unique_misses),
-            array_out("unique_hits", unique_hits), bool(skip_io), round,
+            array_out("unique_hits", unique_hits), flag("skip_io", skip_io), layer=layer, round=round,
         )
         return out
 
     def follow(self, layer, *, round=0):
         """The copies of its anchor's swap (of that round) for a follower layer; the anchor's device rows are then valid in it too."""
-        self._call("follow", layer, round)
+        self._call("follow", layer=layer, round=round)
 
     def plan_rounds(self, layer, top_k_tokens, seq_lens, requests, *, out=None):
         """Cuts the steps into rounds whose positions fit a request's rows at once: (number of rounds, round of each step [B, S] int32).
@@ -687,40 +618,40 @@ class Coordinator:
             shape = shape_of("top_k_tokens", top_k_tokens)
             out = empty_like(top_k_tokens, shape[:2] if len(shape) == 3 else (shape[0], 1), "int32")
         rounds = self._call(
-            "plan_rounds", layer, array_in("top_k_tokens", top_k_tokens), array_in("seq_lens", seq_lens), array_in("requests", requests),
-            array_out("out", out),
+            "plan_rounds", array_in("top_k_tokens", top_k_tokens), array_in("seq_lens", seq_lens), array_in("requests", requests),
+            array_out("out", out), layer=layer,
         )
         return int(rounds), out
 
     def accept(self, requests, accepted):
         """Ends the windows: the first accepted[i] rows are backed up to the host and committed, the others forgotten (0: all rejected)."""
-        self._call("accept", [int(r) for r in requests], [int(a) for a in accepted])
+        self._call("accept", integers("requests", requests), integers("accepted", accepted))
 
     # end
     def finish(self, request):
         """Frees everything of a request."""
-        self._call("finish", request)
+        self._call("finish", request=request)
 
     def abort(self, request):
         """Frees everything of a request in any state, any number of times."""
-        self._call("abort", request)
+        self._call("abort", request=request)
 
     def retract(self, request):
         """Gives the device rows back and keeps the host rows; an open window is lost."""
-        self._call("retract", request)
+        self._call("retract", request=request)
 
     def resume(self, request):
         """Device rows again for a retracted request."""
-        self._call("resume", request)
+        self._call("resume", request=request)
 
     # looking
     def state(self, request):
         """"free", "active", "verifying" or "retracted"."""
-        return self.STATES[self._call("request", request)[0]]
+        return self.STATES[self._call("request", request=request)[0]]
 
     def length(self, request):
         """Committed positions."""
-        return int(self._call("request", request)[1])
+        return int(self._call("request", request=request)[1])
 
     @property
     def max_length(self):
@@ -742,7 +673,6 @@ class Coordinator:
 
     def tables(self, layer):
         """Copies of (slot_tokens, slot_locs) [R, H+P] of the layer's group: which position each slot holds, and its device row."""
-        shape = (self._requests, self._columns)
-        out = (empty_like(self._like, shape, "int32"), empty_like(self._like, shape, "int32"))
-        self._call("tables", layer, *out)
+        out = (empty_like(self._like, self._shape, "int32"), empty_like(self._like, self._shape, "int32"))
+        self._call("tables", *out, layer=layer)
         return out

@@ -15,6 +15,7 @@ one; CPU calls ignore it.
 
 from typing import Any, NamedTuple
 
+from ._arguments import flag, group, integer, number, optional_number
 from ._arrays import array_in, array_out, empty_like, shape_of
 from ._library import function
 from ._stream import stream_handle
@@ -31,16 +32,18 @@ class Rings(NamedTuple):
 
 def _step(in_place, x_q, x_k, x_v, w_q, w_k, w_v, cs_q, cs_k, cs_v, g, beta, A_log, dt_bias, state, slots, cu_seqlens, onorm_gate,
           onorm_weight, onorm_eps, out, lower_bound, softplus_beta, softplus_threshold, scale, l2norm, round_before_norm, null_slot,
-          state_name="state"):  # fmt: skip
+          state_name="state", slots_name="slots"):  # fmt: skip
     pool = array_out if in_place else array_in
     return (
         array_in("x_q", x_q), array_in("x_k", x_k), array_in("x_v", x_v),
         array_in("w_q", w_q), array_in("w_k", w_k), array_in("w_v", w_v),
         pool("cs_q", cs_q), pool("cs_k", cs_k), pool("cs_v", cs_v),
         array_in("g", g), array_in("beta", beta), array_in("A_log", A_log), array_in("dt_bias", dt_bias),
-        pool(state_name, state), array_in("slots", slots), array_in("cu_seqlens", cu_seqlens),
-        array_in("onorm_gate", onorm_gate), array_in("onorm_weight", onorm_weight), onorm_eps, array_out("out", out),
-        lower_bound, softplus_beta, softplus_threshold, scale, l2norm, round_before_norm, null_slot,
+        pool(state_name, state), array_in(slots_name, slots), array_in("cu_seqlens", cu_seqlens),
+        array_in("onorm_gate", onorm_gate), array_in("onorm_weight", onorm_weight), optional_number("onorm_eps", onorm_eps),
+        array_out("out", out), optional_number("lower_bound", lower_bound), number("softplus_beta", softplus_beta),
+        number("softplus_threshold", softplus_threshold), optional_number("scale", scale), flag("l2norm", l2norm),
+        flag("round_before_norm", round_before_norm), integer("null_slot", null_slot),
     )  # fmt: skip
 
 
@@ -75,14 +78,16 @@ def verify(x_q, x_k, x_v, g, beta, A_log, dt_bias, state, slots, cu_seqlens=None
     Returns out [T, HV, V] act. Raises ValueError naming the argument; nothing is written then.
     """
     out = _result(out, x_v)
-    ring = (None,) * 4 if rings is None else rings
+    ring = (None,) * 4 if rings is None else group("verify", "rings", rings, Rings)
+    update_state = flag("update_state", update_state)
     function("kda_verify")(
         *_step(False, x_q, x_k, x_v, w_q, w_k, w_v, cs_q, cs_k, cs_v, g, beta, A_log, dt_bias,
                array_out("state", state) if update_state else state, slots, cu_seqlens, onorm_gate, onorm_weight, onorm_eps, out,
                lower_bound, softplus_beta, softplus_threshold, scale, l2norm, round_before_norm, null_slot),
         *(array_out("rings." + name, x) for name, x in zip(Rings._fields, ring, strict=True)),
         array_out("snapshots", snapshots), array_out("conv_q", conv_q), array_out("conv_k", conv_k), array_out("conv_v", conv_v),
-        array_in("rows", rows), array_in("parents", parents), exact, update_state, null_from_zero, False, stream_handle(stream, x_q),
+        array_in("rows", rows), array_in("parents", parents), flag("exact", exact), update_state, flag("null_from_zero", null_from_zero),
+        False, stream_handle(stream, x_q),
     )  # fmt: skip
     return out
 
@@ -114,15 +119,19 @@ def fold(state, rings, slots, accept, *, track=None, track_step=None, l2norm=Tru
     l2norm: k is normalised, as it was in the verify.
     An accepted entry that no verify recorded is refused. Returns state.
     """
+    rings = group("fold", "rings", rings, Rings)
     _fold(0, state, rings, slots, accept, track, track_step, l2norm, null_slot, 0, 0, stream,
-          ("state", "rings.rawv", "rings.rawk", "rings.g", "rings.beta", "slots", "accept", "track", "track_step"))  # fmt: skip
+          ("state", "rings.rawv", "rings.rawk", "rings.g", "rings.beta", "slots", "accept", "track", "track_step", "l2norm",
+           "null_slot"))  # fmt: skip
     return state
 
 
 def _fold(form, state, rings, slots, accept, track, track_step, l2norm, null_slot, max_cache_len, num_k_heads, stream, names):
+    """`names`: of the arrays, of l2norm and of null_slot."""
     arrays = [array_out(names[0], state)]
-    arrays += [array_in(name, x) for name, x in zip(names[1:], (*rings, slots, accept, track, track_step), strict=True)]
-    function("kda_fold")(*arrays, l2norm, null_slot, max_cache_len, num_k_heads, form, stream_handle(stream, state))
+    arrays += [array_in(name, x) for name, x in zip(names[1:-2], (*rings, slots, accept, track, track_step), strict=True)]
+    numbers = flag(names[-2], l2norm), integer(names[-1], null_slot), integer("max_cache_len", max_cache_len), integer("num_k_heads", num_k_heads)
+    function("kda_fold")(*arrays, *numbers, form, stream_handle(stream, state))
 
 
 def rollback_conv_windows(conv_pools, intermediate_windows, slots, last_correct_step, *, rows=None, track_slots=None, track_steps=None,
@@ -134,7 +143,7 @@ def rollback_conv_windows(conv_pools, intermediate_windows, slots, last_correct_
     slots, last_correct_step [N] (accepted tokens - 1): a negative one is skipped. rows [N]: row of a request, default its number.
     track_slots, track_steps [N], both or none: a second copy, for a prefix cache.
     """
-    pools, windows = _each(conv_pools, 3), _each(intermediate_windows, 4)
+    pools, windows = _each("conv_pools", conv_pools, 3), _each("intermediate_windows", intermediate_windows, 4)
     if len(pools) != len(windows):
         raise ValueError(
             f"rollback_conv_windows: intermediate_windows: expected one for each of the {len(pools)} conv_pools, got {len(windows)}."
@@ -150,11 +159,11 @@ def rollback_conv_windows(conv_pools, intermediate_windows, slots, last_correct_
     )  # fmt: skip
 
 
-def _each(x, ndim):
+def _each(name, x, ndim):
     """A sequence of arrays of `ndim` dimensions, from one, from several, or from an array of them."""
-    if hasattr(x, "shape"):
-        return [x] if len(x.shape) <= ndim else [x[i] for i in range(x.shape[0])]
-    return list(x)
+    if isinstance(x, (tuple, list)) and all(hasattr(item, "shape") for item in x):
+        return list(x)
+    return [x] if len(shape_of(name, x)) <= ndim else [x[i] for i in range(x.shape[0])]
 
 
 # ---- the names that sglang calls -------------------------------------------------------------------------------------------------
@@ -183,18 +192,19 @@ def fused_kda_decode_mtp_dspark(*, x_q, x_k, x_v, w_q, w_k, w_v, cs_q, cs_k, cs_
     function("kda_verify")(
         *_step(False, x_q, x_k, x_v, w_q, w_k, w_v, cs_q, cs_k, cs_v, g, beta, A_log, dt_bias, recurrent_state, ssm_state_indices,
                cu_seqlens, onorm_gate, onorm_weight, onorm_eps, out, lower_bound, 1.0, 20.0, scale, True, False, -1,
-               state_name="recurrent_state"),
+               state_name="recurrent_state", slots_name="ssm_state_indices"),
         *(array_out(name, x) for name, x in rings),
         None if in_rings else array_out("intermediate_ssm", intermediate_ssm),
         array_out("intermediate_conv_q", intermediate_conv_q), array_out("intermediate_conv_k", intermediate_conv_k),
         array_out("intermediate_conv_v", intermediate_conv_v),
-        array_in("intermediate_state_indices", intermediate_state_indices), None, exact, False, False, True, stream_handle(stream, x_q),
+        array_in("intermediate_state_indices", intermediate_state_indices), None, flag("exact", exact), False, False, True,
+        stream_handle(stream, x_q),
     )  # fmt: skip
     return out
 
 
 _COMMIT_NAMES = ("checkpoint_state", "rawv_cache", "rawk_cache", "gk_cache", "beta_cache", "ssm_state_indices", "accept_lens",
-                 "mamba_track_indices", "mamba_steps_to_track")  # fmt: skip
+                 "mamba_track_indices", "mamba_steps_to_track", "use_qk_l2norm_in_kernel", "null_block_id")  # fmt: skip
 
 
 def commit_kda_replayssm_spec(checkpoint_state, rawv_cache, rawk_cache, gk_cache, beta_cache, ssm_state_indices, accept_lens,
@@ -235,18 +245,28 @@ def fused_sigmoid_gating_delta_rule_update(A_log, a, dt_bias, softplus_beta, sof
     use_qk_l2norm_in_kernel: q and k are normalised. cache_steps and match_cutedsl_decode change nothing here: the buffer's shape says the first, and there
     is one arithmetic. Returns [B, T, HV, V] in v's dtype.
     """
+    return _gating_update(**locals())
+
+
+def _gating_update(*, A_log, a, dt_bias, softplus_beta, softplus_threshold, q, k, v, b, initial_state_source, initial_state_indices, scale,
+                   use_qk_l2norm_in_kernel, cu_seqlens, is_kda=True, lower_bound=None, disable_state_update=False,
+                   intermediate_states_buffer=None, intermediate_state_indices=None, retrieve_parent_token=None, cache_ring=False,
+                   replayssm_rawv=None, replayssm_rawk=None, replayssm_g=None, replayssm_beta=None, out, stream, one_token=False,
+                   **_):  # fmt: skip
+    """Both neighbours, by name; what else the caller has changes nothing."""
     out = _result(out, v)
+    disable_state_update = flag("disable_state_update", disable_state_update)
     state = array_in if disable_state_update else array_out
     function("kda_gating_update")(
-        array_in("A_log", A_log), array_in("a", a), array_in("dt_bias", dt_bias), softplus_beta, softplus_threshold,
-        array_in("q", q), array_in("k", k), array_in("v", v), array_in("b", b),
-        state("initial_state_source", initial_state_source), array_in("initial_state_indices", initial_state_indices), scale,
-        use_qk_l2norm_in_kernel, array_in("cu_seqlens", cu_seqlens), is_kda, lower_bound, disable_state_update,
+        array_in("A_log", A_log), array_in("a", a), array_in("dt_bias", dt_bias), number("softplus_beta", softplus_beta),
+        number("softplus_threshold", softplus_threshold), array_in("q", q), array_in("k", k), array_in("v", v), array_in("b", b),
+        state("initial_state_source", initial_state_source), array_in("initial_state_indices", initial_state_indices),
+        optional_number("scale", scale), flag("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel), array_in("cu_seqlens", cu_seqlens),
+        flag("is_kda", is_kda), optional_number("lower_bound", lower_bound), disable_state_update,
         array_out("intermediate_states_buffer", intermediate_states_buffer),
-        array_in("intermediate_state_indices", intermediate_state_indices),
-        array_in("retrieve_parent_token", retrieve_parent_token), cache_ring,
-        array_out("replayssm_rawv", replayssm_rawv), array_out("replayssm_rawk", replayssm_rawk),
-        array_out("replayssm_g", replayssm_g), array_out("replayssm_beta", replayssm_beta), array_out("out", out), False,
+        array_in("intermediate_state_indices", intermediate_state_indices), array_in("retrieve_parent_token", retrieve_parent_token),
+        flag("cache_ring", cache_ring), array_out("replayssm_rawv", replayssm_rawv), array_out("replayssm_rawk", replayssm_rawk),
+        array_out("replayssm_g", replayssm_g), array_out("replayssm_beta", replayssm_beta), array_out("out", out), one_token,
         stream_handle(stream, q),
     )  # fmt: skip
     return out
@@ -262,6 +282,7 @@ def cutedsl_fused_sigmoid_gating_kda_update(A_log, dt_bias, q, k, v, a, b, initi
     state read or written. cu_seqlens [N+1]: one token a request. A_log, dt_bias, softplus_beta, softplus_threshold and scale as in
     `verify`; use_qk_l2norm_in_kernel: q and k are normalised. Returns v's shape.
     """
+    arguments = locals()
     for name, x, heads in (("q", q, "H, K"), ("k", k, "H, K"), ("v", v, "HV, V")):
         if len(shape_of(name, x)) != 4:
             raise ValueError(
@@ -283,15 +304,7 @@ def cutedsl_fused_sigmoid_gating_kda_update(A_log, dt_bias, q, k, v, a, b, initi
     shape, slot = tuple(initial_state_source.shape), h_v * d_v * d_k
     if not (shape[1:] == (h_v, d_v, d_k) if len(shape) == 4 else len(shape) == 1 and shape[0] % slot == 0):
         raise ValueError(f"Unexpected initial_state_source shape: {initial_state_source.shape}")
-    out = _result(out, v)
-    function("kda_gating_update")(
-        array_in("A_log", A_log), array_in("a", a), array_in("dt_bias", dt_bias), softplus_beta, softplus_threshold,
-        array_in("q", q), array_in("k", k), array_in("v", v), array_in("b", b),
-        array_out("initial_state_source", initial_state_source), array_in("initial_state_indices", initial_state_indices), scale,
-        use_qk_l2norm_in_kernel, array_in("cu_seqlens", cu_seqlens), True, None, False, None, None, None, False, None, None, None, None,
-        array_out("out", out), True, stream_handle(stream, q),
-    )  # fmt: skip
-    return out
+    return _gating_update(**arguments, one_token=True)
 
 
 def _numel(x):

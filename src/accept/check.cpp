@@ -12,20 +12,6 @@ using core::Sym;
 
 namespace {
 
-const char* outputs_apart = "memory of its own";
-
-/// Outputs share memory neither with an input nor with each other.
-void check_apart(const Checker& check, std::initializer_list<std::pair<const char*, const TensorView*>> outs,
-                 std::initializer_list<std::pair<const char*, const TensorView*>> ins) {
-  for (const auto& [name, out] : outs) {
-    for (const auto& [in_name, in] : ins)
-      check.require(!core::may_overlap(*out, *in), name, outputs_apart, std::string("memory that overlaps ") + in_name);
-    for (const auto& [other_name, other] : outs)
-      check.require(other == out || !core::may_overlap(*out, *other), name, outputs_apart,
-                    std::string("memory that overlaps ") + other_name);
-  }
-}
-
 /// Optional lengths [b], each in low..high; read here only where the host may read them.
 void check_lengths(Checker& check, const char* name, const TensorView& t, Sym& b, std::int64_t low, std::int64_t high) {
   check.arg(name, t).dtype({DType::kInt32, DType::kInt64}).shape({b}).same_device();
@@ -58,10 +44,9 @@ VerifyGreedyArgs check(const VerifyGreedyParams& p) {
   check.require(W >= 1, "candidates", "at least one column (the last emitted token)", "shape " + shape_text(p.candidates));
   check.arg("target_argmax", p.target_argmax).required().dtype(p.candidates.dtype).shape({b, W}).same_device();
   check_lengths(check, "verify_lens", p.verify_lens, b, 1, W);
-  check.arg("accept_lens", p.accept_lens).required().dtype(DType::kInt32).shape({b}).same_device().no_self_overlap();
-  check.arg("out_tokens", p.out_tokens).required().dtype(p.candidates.dtype).shape({b, W}).same_device().no_self_overlap();
-  check_apart(check, {{"accept_lens", &p.accept_lens}, {"out_tokens", &p.out_tokens}},
-              {{"candidates", &p.candidates}, {"target_argmax", &p.target_argmax}, {"verify_lens", &p.verify_lens}});
+  check.arg("accept_lens", p.accept_lens).required().dtype(DType::kInt32).shape({b}).same_device().written();
+  check.arg("out_tokens", p.out_tokens).required().dtype(p.candidates.dtype).shape({b, W}).same_device().written();
+  check.outputs_apart();
 
   VerifyGreedyArgs a{};
   a.candidates = p.candidates.data;
@@ -93,14 +78,9 @@ VerifyRejectionArgs check(const VerifyRejectionParams& p) {
   check.arg("uniforms", p.uniforms).required().dtype({DType::kFloat32, DType::kFloat64}).shape({b, W}).same_device();
   check_range(check, "uniforms", p.uniforms, 0, 1, "numbers in [0, 1)");
   check_lengths(check, "verify_lens", p.verify_lens, b, 1, W);
-  check.arg("accept_lens", p.accept_lens).required().dtype(DType::kInt32).shape({b}).same_device().no_self_overlap();
-  check.arg("out_tokens", p.out_tokens).required().dtype(p.candidates.dtype).shape({b, W}).same_device().no_self_overlap();
-  check_apart(check, {{"accept_lens", &p.accept_lens}, {"out_tokens", &p.out_tokens}},
-              {{"candidates", &p.candidates},
-               {"draft_probs", &p.draft_probs},
-               {"target_probs", &p.target_probs},
-               {"uniforms", &p.uniforms},
-               {"verify_lens", &p.verify_lens}});
+  check.arg("accept_lens", p.accept_lens).required().dtype(DType::kInt32).shape({b}).same_device().written();
+  check.arg("out_tokens", p.out_tokens).required().dtype(p.candidates.dtype).shape({b, W}).same_device().written();
+  check.outputs_apart();
   return {p.candidates, p.draft_probs, p.target_probs, p.uniforms, p.verify_lens, p.accept_lens, p.out_tokens, b, W, V};
 }
 
@@ -119,13 +99,8 @@ PlanVerifyLengthsArgs check(const PlanVerifyLengthsParams& p) {
     check.arg("steps_per_second", p.steps_per_second).required().dtype(reals).shape({n}).same_device();
   }
   check_lengths(check, "max_lens", p.max_lens, b, 1, kNoLimit);
-  check.arg("verify_lens", p.verify_lens).required().dtype(DType::kInt32).shape({b}).same_device().no_self_overlap();
-  check_apart(check, {{"verify_lens", &p.verify_lens}},
-              {{"confidences", &p.confidences},
-               {"lagged_confidences", &p.lagged_confidences},
-               {"probe_tokens", &p.probe_tokens},
-               {"steps_per_second", &p.steps_per_second},
-               {"max_lens", &p.max_lens}});
+  check.arg("verify_lens", p.verify_lens).required().dtype(DType::kInt32).shape({b}).same_device().written();
+  check.outputs_apart();
   if (table && core::host_reads(p.probe_tokens))
     for (std::int64_t i = 0; i < n; ++i) {
       const double speed = real_at(p.steps_per_second, i * p.steps_per_second.strides[0]);

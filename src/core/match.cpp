@@ -12,6 +12,17 @@ void throw_value(const std::string& text) { throw Error(ErrorKind::kValue, text)
 void throw_not_implemented(const std::string& text) { throw Error(ErrorKind::kNotImplemented, text); }
 void throw_runtime(const std::string& text) { throw Error(ErrorKind::kRuntime, text); }
 
+void rename(const Error& error, Names names) {
+  std::string text = error.what();
+  for (const auto& [before, after] : {std::pair{": ", ": "}, {"overlaps ", "."}, {"together with ", ","}})
+    for (const auto& [ours, theirs] : names)
+      if (const auto at = text.find(std::string(before) + ours + after); at != std::string::npos) {
+        text.replace(at + std::string_view(before).size(), std::string_view(ours).size(), theirs);
+        break;
+      }
+  throw Error(error.kind(), text);
+}
+
 void Checker::fail(std::string_view name, const std::string& expected, const std::string& got) const {
   throw_value(std::string(op_) + ": " + std::string(name) + ": expected " + expected + ", got " + got + ".");
 }
@@ -98,7 +109,7 @@ ArgCheck& ArgCheck::forward_strides() {
   return *this;
 }
 
-ArgCheck& ArgCheck::no_self_overlap() {
+ArgCheck& ArgCheck::written() {
   if (!t_.given() || t_.numel() == 0) return *this;
   std::vector<std::pair<std::int64_t, std::int64_t>> dims;  // (|stride|, size)
   for (int i = 0; i < t_.ndim; ++i)
@@ -109,11 +120,13 @@ ArgCheck& ArgCheck::no_self_overlap() {
     if (stride <= extent) fail("elements that do not share memory", "stride " + std::to_string(stride) + " for shape " + shape_text(t_));
     extent += stride * (size - 1);
   }
+  owner_.see(name_, t_, true);
   return *this;
 }
 
 ArgCheck& ArgCheck::same_device() {
   if (!t_.given()) return *this;
+  owner_.see(name_, t_, false);
   if (owner_.device_of_ == nullptr) {
     owner_.device_ = t_.device;
     owner_.device_of_ = name_;
@@ -172,6 +185,30 @@ bool may_overlap(const TensorView& a, const TensorView& b) {
     const auto [u0, u1] = extent(x);
     const auto [v0, v1] = extent(y);
     if (std::max(u1, apart + v1) - std::min(u0, apart + v0) > pitch) return true;
+  }
+}
+
+void Checker::see(const char* name, const TensorView& t, bool written) {
+  if (t.numel() == 0) return;
+  if (!seen_.empty() && seen_.back().name == name && seen_.back().t.data == t.data) {
+    seen_.back().written |= written;
+    return;
+  }
+  const auto [low, high] = extent(t);
+  const auto address = reinterpret_cast<std::intptr_t>(t.data);
+  if (seen_.empty()) seen_.reserve(32);
+  seen_.push_back({name, t, address + low, address + high, written});
+}
+
+void Checker::outputs_apart() const {
+  for (const Seen& out : seen_) {
+    if (!out.written) continue;
+    for (const Seen& other : seen_) {
+      if (out.high <= other.low || other.high <= out.low) continue;
+      if (other.written && &other > &out) continue;  // of two outputs the later one is named
+      if (std::string_view(out.name) == other.name || !may_overlap(out.t, other.t)) continue;
+      fail(out.name, "memory of its own", std::string("memory that overlaps ") + other.name);
+    }
   }
 }
 

@@ -73,8 +73,9 @@ class ArgCheck {
   ArgCheck& inner_contiguous(int dims);
   /// Every stride must be >= 0 (a negative stride is refused, not misread).
   ArgCheck& forward_strides();
-  /// Outputs: distinct elements must not share memory (no stride of 0 over a size > 1, no self-overlap by sorted strides).
-  ArgCheck& no_self_overlap();
+  /// The call writes it: distinct elements must not share memory (no stride of 0 over a size > 1, no self-overlap by sorted strides),
+  /// and `Checker::outputs_apart` keeps it apart from everything else.
+  ArgCheck& written();
   /// Same device as the first argument of this checker that was given.
   ArgCheck& same_device();
   ArgCheck& aligned(std::int64_t bytes);
@@ -105,16 +106,41 @@ class Checker {
   void require(bool ok, std::string_view name, const std::string& expected, const std::string& got) const {
     if (!ok) fail(name, expected, got);
   }
+  /// What the call writes shares memory with nothing else that it was given: every argument that went through `same_device()` or
+  /// `written()`, under another name. The names must still be alive.
+  void outputs_apart() const;
   const char* op() const { return op_; }
   /// Device of the first `same_device()` argument.
   const Device& device() const { return device_; }
 
  private:
   friend class ArgCheck;
+  struct Seen {
+    const char* name;
+    TensorView t;
+    std::intptr_t low, high;  // addresses of its bytes
+    bool written;
+  };
+  void see(const char* name, const TensorView& t, bool written);
+
   const char* op_;
+  std::vector<Seen> seen_;
   Device device_{};
   const char* device_of_ = nullptr;
 };
+
+/// What the library calls an argument, and what the caller calls it.
+using Names = std::initializer_list<std::pair<const char*, const char*>>;
+[[noreturn]] void rename(const Error& error, Names names);
+/// Runs `f`; an error that names our arguments leaves under the names that the caller used.
+template <class F>
+void with_names(Names names, F&& f) {
+  try {
+    f();
+  } catch (const Error& error) {
+    rename(error, names);
+  }
+}
 
 /// True if the two views may touch a common byte; false is certain, also for views that are woven into one buffer.
 bool may_overlap(const TensorView& a, const TensorView& b);

@@ -45,7 +45,7 @@ std::vector<TensorView> layer_views(Checker& check, const char* name, std::span<
   check.require(!pools.empty() && pools[0].given(), name, "a tensor", "none");
   std::vector<TensorView> views;
   if (pools.size() == 1 && pools[0].ndim == 4) {
-    check.arg(name, pools[0]).dtype(kPoolTypes).shape({layers, slots, heads, channels}).same_device().no_self_overlap();
+    check.arg(name, pools[0]).dtype(kPoolTypes).shape({layers, slots, heads, channels}).same_device().written();
     for (std::int64_t l = 0; l < layers; ++l) views.push_back(pools[0][l]);
     return views;
   }
@@ -54,7 +54,7 @@ std::vector<TensorView> layer_views(Checker& check, const char* name, std::span<
                 pools.size() == 1 ? "shape " + shape_text(pools[0]) : std::to_string(pools.size()) + " tensors");
   for (const TensorView& pool : pools) {
     const bool first = views.empty();
-    check.arg(name, pool).required().dtype(kPoolTypes).shape({slots, heads, channels}).same_device().no_self_overlap();
+    check.arg(name, pool).required().dtype(kPoolTypes).shape({slots, heads, channels}).same_device().written();
     if (!first) check.arg(name, pool).dtype(views[0].dtype);
     for (const TensorView& other : views)
       check.require(!core::may_overlap(pool, other), name, "a tensor of its own for each layer", "memory that overlaps another layer's");
@@ -165,13 +165,6 @@ MaterializeArgs check(const MaterializeIntoPoolParams& p) {
   const std::vector<TensorView> v = layer_views(check, "v_pool", p.v_pool, L, slots, N, Dv);
   check.require(layer_columns(N, D, Dv) == C, p.projection.given() ? "projection" : "kv_weight",
                 "N*D + N*Dv = " + std::to_string(layer_columns(N, D, Dv)) + " rows a layer", std::to_string(C.value()));
-  for (const auto& [name, pools] : {std::pair{"k_pool", p.k_pool}, std::pair{"v_pool", p.v_pool}})
-    for (const TensorView& pool : pools)
-      for (const TensorView* in : {&p.ctx_hidden, &p.kv_weight, &p.kv_bias, &p.k_norm_weight, &p.eps, &p.cos_sin_cache, &p.positions,
-                                   &p.slot_mapping, &p.commit_lens, &p.k_scale, &p.v_scale})
-        check.require(!core::may_overlap(pool, *in), name, "memory of its own", "memory that overlaps an input");
-  for (const TensorView& kp : k)
-    for (const TensorView& vp : v) check.require(!core::may_overlap(kp, vp), "v_pool", "memory of its own", "memory that overlaps k_pool");
 
   MaterializeArgs a{};
   a.ctx_hidden = p.ctx_hidden;
@@ -181,6 +174,7 @@ MaterializeArgs check(const MaterializeIntoPoolParams& p) {
   a.k_scale = scales(check, "k_scale", p.k_scale, L, a.k_dtype);
   a.v_scale = scales(check, "v_scale", p.v_scale, L, a.v_dtype);
   a.layers = L, a.heads = N, a.v_head_dim = Dv;
+  check.outputs_apart();
   if (!core::host_reads(p.ctx_hidden)) return a;
   if (p.commit_lens.given())
     for (std::int64_t r = 0; r < b; ++r) {
@@ -243,12 +237,9 @@ FusedNormRopeStackedArgs check(const FusedNormRopeStackedParams& p) {
   check_eps(check, p.eps);
   check.arg("cos_sin_cache", p.cos_sin_cache).required().dtype(kFloats).shape({P, R}).same_device();
   check.arg("positions", p.positions).required().dtype(kIndices).shape({T}).same_device();
-  for (const auto& [name, out] : {std::pair{"k_out", &p.k_out}, std::pair{"v_out", &p.v_out}}) {
-    check.arg(name, *out).no_self_overlap();
-    for (const TensorView* in : {&p.kv, &p.k_norm_weight, &p.eps, &p.cos_sin_cache, &p.positions})
-      check.require(!core::may_overlap(*out, *in), name, "memory of its own", "memory that overlaps an input");
-  }
-  check.require(!core::may_overlap(p.k_out, p.v_out), "v_out", "memory of its own", "memory that overlaps k_out");
+  check.arg("k_out", p.k_out).written();
+  check.arg("v_out", p.v_out).written();
+  check.outputs_apart();
   if (core::host_reads(p.kv))
     for (std::int64_t t = 0; t < T; ++t) {
       const std::int64_t position = core::load_index(p.positions, t);

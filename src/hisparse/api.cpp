@@ -1,4 +1,5 @@
 // Parameters -> check once -> Args -> the backend.
+#include <string_view>
 #include <vector>
 
 #include "core/dispatch.hpp"
@@ -17,6 +18,8 @@ void check_shape(const char* op, const SwapShape& s) {
     check.require(n >= least && n <= INT32_MAX, name, std::to_string(least) + " to 2147483647", std::to_string(n));
   }
 }
+constexpr core::Names kBlockNames = {
+    {"top_k_tokens", "top_k_blocks"}, {"host_cache", "host_cache_k"}, {"device_buffer", "device_buffer_k"}};
 }  // namespace
 
 std::int64_t swap_state_bytes(const SwapShape& shape) {
@@ -60,7 +63,10 @@ void dispatch(const TensorView& where, const Args& args, const Layers& layers, S
 }  // namespace
 
 void swap_in(const SwapInParams& params, Stream stream) { dispatch(params.top_k_tokens, check(params), stream); }
-void swap_in_single(const SwapInSingleParams& params, Stream stream) { dispatch(params.top_k_tokens, check(params), stream); }
+void swap_in_single(const SwapInSingleParams& params, Stream stream) {
+  const bool blocks = params.op == std::string_view("load_blocks_to_device_buffer_mha");  // which spells these by its own names
+  core::with_names(blocks ? kBlockNames : core::Names{}, [&] { dispatch(params.top_k_tokens, check(params), stream); });
+}
 void swap_in_spec(const SpecSwapParams& params, Stream stream) { dispatch(params.top_k_tokens, check(params), stream); }
 
 void replay_plan(const ReplayPlanParams& params, Stream stream) {

@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <deque>
+
 #include "core/dispatch.hpp"
 #include "core/match.hpp"
 #include "hisparse/layout.hpp"
@@ -59,11 +61,11 @@ RowBuffer rows_of(Checker& check, const char* name, const TensorView& t, std::in
   return b;
 }
 
+constexpr const char* kBufferNames[4] = {"host_cache", "device_buffer", "host_cache_v", "device_buffer_v"};
+
 /// `item_bytes` kInfer: the bytes of a row of the first host cache.
 CopyArgs copy_args(Checker& check, const KvBuffers& k, RowLayout row_layout, std::int64_t item_bytes, bool skip_io,
-                   const char* const names[4] = nullptr) {
-  static const char* const kDefault[4] = {"host_cache", "device_buffer", "host_cache_v", "device_buffer_v"};
-  if (names == nullptr) names = kDefault;
+                   const char* const* names = kBufferNames) {
   CopyArgs c;
   c.paged = row_layout == RowLayout::kDsv4Paged;
   c.skip_io = skip_io;
@@ -74,7 +76,7 @@ CopyArgs copy_args(Checker& check, const KvBuffers& k, RowLayout row_layout, std
   const TensorView* device[2] = {&k.device_buffer, &k.device_buffer_v};
   for (int i = 0; i < c.pairs; ++i) {
     check.arg(names[2 * i], *host[i]).required();
-    check.arg(names[2 * i + 1], *device[i]).required().same_device().no_self_overlap();
+    check.arg(names[2 * i + 1], *device[i]).required().same_device().written();
     check.require(host[i]->ndim >= 1, names[2 * i], "at least one dimension", "shape ()");
     check.require(device[i]->ndim >= 1, names[2 * i + 1], "at least one dimension", "shape ()");
     // A CUDA call reads host rows from the GPU, which only pinned memory allows.
@@ -107,20 +109,6 @@ CopyArgs copy_args(Checker& check, const KvBuffers& k, RowLayout row_layout, std
   return c;
 }
 
-using Named = std::pair<const char*, const TensorView*>;
-
-/// What a call writes must share memory neither with what it reads nor with what else it writes.
-void own_memory(Checker& check, std::initializer_list<Named> outputs, std::initializer_list<Named> others) {
-  const auto apart = [&](const Named& out, const Named& other) {
-    if (core::may_overlap(*out.second, *other.second))
-      check.fail(out.first, "memory of its own", std::string("memory that overlaps ") + other.first);
-  };
-  for (const Named& out : outputs) {
-    for (const Named& other : others) apart(out, other);
-    for (const Named* other = outputs.begin(); other != &out; ++other) apart(out, *other);
-  }
-}
-
 const std::int32_t* num_real(Checker& check, const TensorView& t) {
   if (!t.given()) return nullptr;
   check.arg("num_real_reqs", t).dtype(DType::kInt32).same_device();
@@ -147,9 +135,9 @@ void plan_together(const MissPlan& plan) {
 /// What is left to check of a plan once its kind, dtypes and shape stand.
 PlanArgs plan_args(Checker& check, const MissPlan& plan) {
   if (!plan.miss_src.given()) return {};
-  check.arg("miss_src", plan.miss_src).same_device().no_self_overlap();
-  check.arg("miss_dst", plan.miss_dst).same_device().no_self_overlap();
-  check.arg("miss_count", plan.miss_count).same_device().no_self_overlap();
+  check.arg("miss_src", plan.miss_src).same_device().written();
+  check.arg("miss_dst", plan.miss_dst).same_device().written();
+  check.arg("miss_count", plan.miss_count).same_device().written();
   return {strided2<std::int64_t>(plan.miss_src), strided2<std::int32_t>(plan.miss_dst), strided1<std::int32_t>(plan.miss_count)};
 }
 
@@ -171,10 +159,13 @@ void too_many_occurrences(std::int64_t steps, std::int64_t top_k) {
 CopyArgs check_buffers(const char* op, const KvBuffers& buffers, RowLayout row_layout, std::int64_t index) {
   Checker check(op);
   const std::string at = fmt::format("layers[{}].", index);
-  const std::string n[4] = {at + "host_cache", at + "device_buffer", at + "host_cache_v", at + "device_buffer_v"};
-  const char* const names[4] = {n[0].c_str(), n[1].c_str(), n[2].c_str(), n[3].c_str()};
+  std::string n[4];
+  const char* names[4];
+  for (int k = 0; k < 4; ++k) names[k] = (n[k] = at + kBufferNames[k]).c_str();
   check.arg(names[1], buffers.device_buffer).required().same_device();
-  return copy_args(check, buffers, row_layout, kInfer, false, names);
+  const CopyArgs args = copy_args(check, buffers, row_layout, kInfer, false, names);
+  check.outputs_apart();
+  return args;
 }
 
 // -------------------------------------------------------------------------------------------------------------- swap_in
@@ -193,49 +184,23 @@ SwapInArgs check(const SwapInParams& p) {
   a.num_real = num_real(check, p.num_real_reqs);
   check.arg("host_cache_locs", p.host_cache_locs).required().dtype({DType::kInt32, DType::kInt64}).shape({R, L}).same_device();
   const SwapState& s = p.state;
-  check.arg("state.slot_tokens", s.slot_tokens).required().dtype(DType::kInt32).shape({R, W}).same_device().no_self_overlap();
+  check.arg("state.slot_tokens", s.slot_tokens).required().dtype(DType::kInt32).shape({R, W}).same_device().written();
   check.arg("state.slot_locs", s.slot_locs).required().dtype(DType::kInt32).shape({R, W}).same_device();
-  check.arg("state.slot_stamps", s.slot_stamps).required().dtype(DType::kInt32).shape({R, H}).same_device().no_self_overlap();
+  check.arg("state.slot_stamps", s.slot_stamps).required().dtype(DType::kInt32).shape({R, H}).same_device().written();
   check.require(H >= 1 && H <= W, "state.slot_stamps", fmt::format("1 to {} hot slots", W.value()), shape_text(s.slot_stamps));
-  check.arg("state.token_slots", s.token_slots)
-      .required()
-      .dtype({DType::kInt16, DType::kInt32})
-      .shape({R, L})
-      .same_device()
-      .no_self_overlap();
+  check.arg("state.token_slots", s.token_slots).required().dtype({DType::kInt16, DType::kInt32}).shape({R, L}).same_device().written();
   if (s.token_slots.dtype == DType::kInt16)
     check.require(H <= layout::kMaxShortSlots, "state.token_slots", "dtype int32 for more than 32767 hot slots", "int16");
-  check.arg("state.clock", s.clock).required().dtype(DType::kInt32).shape({R}).same_device().no_self_overlap();
+  check.arg("state.clock", s.clock).required().dtype(DType::kInt32).shape({R}).same_device().written();
   check.arg("scratch_locs", p.scratch_locs).dtype(DType::kInt32).shape({R, Dim::any("C")}).same_device();
-  check.arg("top_k_device_locs", p.top_k_device_locs).required().dtype(DType::kInt32).shape({B, S, K}).same_device().no_self_overlap();
+  check.arg("top_k_device_locs", p.top_k_device_locs).required().dtype(DType::kInt32).shape({B, S, K}).same_device().written();
   plan_together(p.plan);
   plan_shape(check, p.plan, B, S * K);
   a.plan = plan_args(check, p.plan);
   for (const auto& [name, t] : {std::pair{"unique_misses", &p.unique_misses}, std::pair{"unique_hits", &p.unique_hits}})
-    check.arg(name, *t).dtype(DType::kInt32).shape({Dim::at_least(B, "B")}).same_device().no_self_overlap();
+    check.arg(name, *t).dtype(DType::kInt32).shape({Dim::at_least(B, "B")}).same_device().written();
   a.copy = copy_args(check, p.buffers, p.layout, kInfer, p.skip_io);
-  own_memory(check,
-             {{"top_k_device_locs", &p.top_k_device_locs},
-              {"miss_src", &p.plan.miss_src},
-              {"miss_dst", &p.plan.miss_dst},
-              {"miss_count", &p.plan.miss_count},
-              {"unique_misses", &p.unique_misses},
-              {"unique_hits", &p.unique_hits},
-              {"device_buffer", &p.buffers.device_buffer},
-              {"device_buffer_v", &p.buffers.device_buffer_v}},
-             {{"top_k_tokens", &p.top_k_tokens},
-              {"seq_lens", &p.seq_lens},
-              {"req_pool_indices", &p.req_pool_indices},
-              {"num_real_reqs", &p.num_real_reqs},
-              {"host_cache_locs", &p.host_cache_locs},
-              {"host_cache", &p.buffers.host_cache},
-              {"host_cache_v", &p.buffers.host_cache_v},
-              {"state.slot_tokens", &s.slot_tokens},
-              {"state.slot_locs", &s.slot_locs},
-              {"state.slot_stamps", &s.slot_stamps},
-              {"state.token_slots", &s.token_slots},
-              {"state.clock", &s.clock},
-              {"scratch_locs", &p.scratch_locs}});
+  check.outputs_apart();
 
   a.tokens = strided3<const std::int32_t>(p.top_k_tokens);
   a.out = strided3<std::int32_t>(p.top_k_device_locs);
@@ -314,7 +279,7 @@ SpecSwapArgs check(const SpecSwapParams& p) {
 
   check.arg("top_k_device_locs", p.top_k_device_locs).required();
   if (p.top_k_device_locs.ndim != 3) throw_runtime("speculative output must have shape [batch, steps, top_k].");
-  check.arg("top_k_device_locs", p.top_k_device_locs).dtype(DType::kInt32).shape({B, S, K}).same_device().no_self_overlap();
+  check.arg("top_k_device_locs", p.top_k_device_locs).dtype(DType::kInt32).shape({B, S, K}).same_device().written();
   check.arg("state.cache_index", p.cache_index).required();
   if (p.cache_index.ndim != 3 || p.cache_index.sizes[1] != 2)
     throw_runtime("speculative cache_index must have shape [num_requests, 2, hash_size].");
@@ -332,10 +297,10 @@ SpecSwapArgs check(const SpecSwapParams& p) {
       p.scratch_state.sizes[1] < 5 * occurrences)
     throw_runtime("speculative scratch_state must contain one counter row and one miss-metadata row per request.");
   if (p.scratch_state.strides[0] % 2 != 0) throw_runtime("speculative scratch metadata stride must be 64-bit aligned.");
-  check.arg("state.cache_index", p.cache_index).dtype(DType::kInt64).same_device().no_self_overlap();
-  check.arg("state.cache_policy", p.cache_policy).dtype(DType::kInt32).same_device().no_self_overlap();
+  check.arg("state.cache_index", p.cache_index).dtype(DType::kInt64).same_device().written();
+  check.arg("state.cache_policy", p.cache_policy).dtype(DType::kInt32).same_device().written();
   check.arg("state.scratch_locs", p.scratch_locs).dtype(DType::kInt32).same_device();
-  check.arg("state.scratch_state", p.scratch_state).dtype(DType::kInt32).same_device().no_self_overlap();
+  check.arg("state.scratch_state", p.scratch_state).dtype(DType::kInt32).same_device().written();
 
   check.arg("host_cache_locs", p.host_cache_locs).required().shape({Dim::any("R"), L});
   if (L > std::int64_t{1} << 31)
@@ -347,7 +312,7 @@ SpecSwapArgs check(const SpecSwapParams& p) {
       .dtype(DType::kInt32)
       .shape({Dim::any("R"), W})
       .same_device()
-      .no_self_overlap();
+      .written();
   check.require(W >= H, "device_buffer_tokens", fmt::format("at least {} columns (the width of cache_policy)", H),
                 shape_text(p.device_buffer_tokens));
   check.arg("device_buffer_locs", p.device_buffer_locs).required().dtype(DType::kInt32).shape({Dim::any("R"), W}).same_device();
@@ -363,25 +328,7 @@ SpecSwapArgs check(const SpecSwapParams& p) {
   a.num_real = num_real(check, p.num_real_reqs);
   a.plan = plan_args(check, p.plan);
   a.copy = copy_args(check, p.buffers, RowLayout::kLinear, kInfer, false);
-  own_memory(check,
-             {{"top_k_device_locs", &p.top_k_device_locs},
-              {"miss_src", &p.plan.miss_src},
-              {"miss_dst", &p.plan.miss_dst},
-              {"miss_count", &p.plan.miss_count},
-              {"device_buffer", &p.buffers.device_buffer}},
-             {{"top_k_tokens", &p.top_k_tokens},
-              {"seq_lens", &p.seq_lens},
-              {"req_pool_indices", &p.req_pool_indices},
-              {"num_real_reqs", &p.num_real_reqs},
-              {"host_cache_locs", &p.host_cache_locs},
-              {"host_cache", &p.buffers.host_cache},
-              {"host_cache_v", &p.buffers.host_cache_v},
-              {"device_buffer_tokens", &p.device_buffer_tokens},
-              {"device_buffer_locs", &p.device_buffer_locs},
-              {"state.cache_index", &p.cache_index},
-              {"state.cache_policy", &p.cache_policy},
-              {"state.scratch_locs", &p.scratch_locs},
-              {"state.scratch_state", &p.scratch_state}});
+  check.outputs_apart();
   a.tokens = strided3<const std::int32_t>(p.top_k_tokens);
   a.out = strided3<std::int32_t>(p.top_k_device_locs);
   a.seq_lens = {p.seq_lens.data, S * p.seq_lens.strides[0], p.seq_lens.strides[0], 4};
@@ -425,7 +372,7 @@ SwapInSingleArgs check(const SwapInSingleParams& p) {
   const std::int64_t K = entries * block;
   check.arg("top_k_tokens", p.top_k_tokens).dtype(DType::kInt32).shape({B, Dim(entries)}).same_device();
   check.arg("lru_slots", p.lru_slots).dtype({DType::kInt16, DType::kInt32});
-  check.arg("lru_slots", p.lru_slots).shape({Dim::any("R"), Dim(H)}).same_device().no_self_overlap();
+  check.arg("lru_slots", p.lru_slots).shape({Dim::any("R"), Dim(H)}).same_device().written();
   plan_together(p.plan);
   plan_shape(check, p.plan, B, K);
   if (p.one_plan_stride && strides_differ(p.plan)) throw_value("load_cache_to_device_buffer: miss_src/miss_dst row strides differ");
@@ -434,14 +381,14 @@ SwapInSingleArgs check(const SwapInSingleParams& p) {
       .dtype(DType::kInt32)
       .shape({Dim::any("R"), Dim::at_least(H + 1, "H+P")})
       .same_device()
-      .no_self_overlap();
+      .written();
   check.arg("device_buffer_locs", p.device_buffer_locs)
       .required()
       .dtype(DType::kInt32)
       .shape({Dim::any("R"), Dim::at_least(H + 1, "H+P")})
       .same_device();
   check.arg("host_cache_locs", p.host_cache_locs).required().dtype(DType::kInt64).shape({Dim::any("R"), L}).same_device();
-  check.arg("top_k_device_locs", p.top_k_device_locs).required().dtype(DType::kInt32).same_device().no_self_overlap();
+  check.arg("top_k_device_locs", p.top_k_device_locs).required().dtype(DType::kInt32).same_device().written();
   check.arg("top_k_device_locs", p.top_k_device_locs).shape({B, block > 1 ? Dim::at_least(K, "K") : Dim(K)});
   check.arg("req_pool_indices", p.req_pool_indices).required().dtype({DType::kInt32, DType::kInt64}).shape({B}).same_device();
   check.arg("seq_lens", p.seq_lens).required().dtype({DType::kInt32, DType::kInt64}).shape({B}).same_device();
@@ -451,23 +398,7 @@ SwapInSingleArgs check(const SwapInSingleParams& p) {
   a.num_real = num_real(check, p.num_real_reqs);
   a.plan = plan_args(check, p.plan);
   a.copy = copy_args(check, p.buffers, p.layout, p.item_size_bytes, p.skip_io);
-  own_memory(check,
-             {{"top_k_device_locs", &p.top_k_device_locs},
-              {"miss_src", &p.plan.miss_src},
-              {"miss_dst", &p.plan.miss_dst},
-              {"miss_count", &p.plan.miss_count},
-              {"device_buffer", &p.buffers.device_buffer},
-              {"device_buffer_v", &p.buffers.device_buffer_v}},
-             {{"top_k_tokens", &p.top_k_tokens},
-              {"seq_lens", &p.seq_lens},
-              {"req_pool_indices", &p.req_pool_indices},
-              {"num_real_reqs", &p.num_real_reqs},
-              {"host_cache_locs", &p.host_cache_locs},
-              {"host_cache", &p.buffers.host_cache},
-              {"host_cache_v", &p.buffers.host_cache_v},
-              {"device_buffer_tokens", &p.device_buffer_tokens},
-              {"device_buffer_locs", &p.device_buffer_locs},
-              {"lru_slots", &p.lru_slots}});
+  check.outputs_apart();
   a.selection = strided2<const std::int32_t>(p.top_k_tokens);
   a.out = strided2<std::int32_t>(p.top_k_device_locs);
   a.seq_lens = integers(p.seq_lens);
@@ -486,20 +417,6 @@ SwapInSingleArgs check(const SwapInSingleParams& p) {
 }
 
 // ------------------------------------------------------------------------------------------------- replay and transfer
-
-namespace {
-
-void follower_apart(Checker& check, const ReplayPlanParams& p, const KvBuffers& buffers) {
-  own_memory(check, {{"device_buffer", &buffers.device_buffer}, {"device_buffer_v", &buffers.device_buffer_v}},
-             {{"host_cache", &buffers.host_cache},
-              {"host_cache_v", &buffers.host_cache_v},
-              {"miss_src", &p.miss_src},
-              {"miss_dst", &p.miss_dst},
-              {"miss_count", &p.miss_count},
-              {"num_real_reqs", &p.num_real_reqs}});
-}
-
-}  // namespace
 
 ReplayPlanArgs check(const ReplayPlanParams& p, std::vector<CopyArgs>& followers) {
   Checker check(p.op);
@@ -521,18 +438,14 @@ ReplayPlanArgs check(const ReplayPlanParams& p, std::vector<CopyArgs>& followers
   a.batch = min_rows({&p.miss_src, &p.miss_dst, &p.miss_count});
   a.capacity = std::min(p.miss_src.sizes[1], p.miss_dst.sizes[1]);
   followers.clear();
+  std::deque<std::string> names;  // as long as the check
   for (std::int64_t i = 0; i < p.num_followers; ++i) {
-    if (p.num_followers == 1) {
-      followers.push_back(copy_args(check, p.followers[i], p.layout, p.item_size_bytes, p.skip_io));
-      follower_apart(check, p, p.followers[i]);
-      continue;
-    }
-    const std::string at = fmt::format("[{}]", i),
-                      n[4] = {"host_cache" + at, "device_buffer" + at, "host_cache_v" + at, "device_buffer_v" + at};
-    const char* const names[4] = {n[0].c_str(), n[1].c_str(), n[2].c_str(), n[3].c_str()};
-    followers.push_back(copy_args(check, p.followers[i], p.layout, p.item_size_bytes, p.skip_io, names));
-    follower_apart(check, p, p.followers[i]);
+    const std::string at = p.num_followers == 1 ? "" : fmt::format("[{}]", i);
+    const char* n[4];
+    for (int k = 0; k < 4; ++k) n[k] = names.emplace_back(kBufferNames[k] + at).c_str();
+    followers.push_back(copy_args(check, p.followers[i], p.layout, p.item_size_bytes, p.skip_io, n));
   }
+  check.outputs_apart();
   return a;
 }
 

@@ -24,8 +24,10 @@ std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; 
 [[noreturn]] void refuse(const char* name, const std::string& expected, const std::string& got) {
   throw_value(fmt::format("Coordinator: {}: expected {}, got {}.", name, expected, got));
 }
-void require(bool ok, const char* name, const std::string& expected, std::int64_t got) {
-  if (!ok) refuse(name, expected, std::to_string(got));
+/// `expected` is a format; its text is made only if it is needed.
+template <class... Args>
+void require(bool ok, const char* name, std::int64_t got, fmt::format_string<Args...> expected, Args&&... args) {
+  if (!ok) refuse(name, fmt::format(expected, std::forward<Args>(args)...), std::to_string(got));
 }
 const char* name_of(RequestState s) {
   switch (s) {
@@ -80,15 +82,17 @@ struct Coordinator::Impl {
   std::vector<std::int64_t> free_pages;
   std::vector<Request> requests;
   CoordinatorStats stats;
+  Plan spare;                              // what the next swap records into
+  std::vector<std::int32_t> misses, hits;  // [B] of a swap
 
   // ---------------------------------------------------------------------------------------------------------- checks
   std::int64_t local(std::int64_t layer) const {
-    require(layer >= config.first_layer && layer < config.first_layer + layers, "layer",
-            fmt::format("{}..{}", config.first_layer, config.first_layer + layers - 1), layer);
+    require(layer >= config.first_layer && layer < config.first_layer + layers, "layer", layer, "{}..{}", config.first_layer,
+            config.first_layer + layers - 1);
     return layer - config.first_layer;
   }
   std::int64_t slot_id(std::int64_t r) const {
-    require(r >= 0 && r < config.requests, "request", fmt::format("0..{}", config.requests - 1), r);
+    require(r >= 0 && r < config.requests, "request", r, "0..{}", config.requests - 1);
     return r;
   }
   const Request& in_state(std::int64_t r, std::initializer_list<RequestState> allowed) const {
@@ -215,17 +219,17 @@ Coordinator::Coordinator(const CoordinatorConfig& given, std::span<const KvBuffe
   CoordinatorConfig& c = m.config;
   m.layers = static_cast<std::int64_t>(layers.size());
   if (c.requests < 1 || m.layers < 1 || c.page_size < 1) throw_value("Invalid HiSparse speculative page size or request/layer count.");
-  require(c.hot >= 1, "hot", ">= 1", c.hot);
-  require(c.top_k <= c.hot, "hot", fmt::format("at least top_k={} slots", c.top_k), c.hot);
-  require(c.window >= 1, "window", ">= 1", c.window);
-  require(c.scratch >= 0, "scratch", ">= 0", c.scratch);
-  require(c.context >= 1, "context", ">= 1", c.context);
+  require(c.hot >= 1, "hot", c.hot, ">= 1");
+  require(c.top_k <= c.hot, "hot", c.hot, "at least top_k={} slots", c.top_k);
+  require(c.window >= 1, "window", c.window, ">= 1");
+  require(c.scratch >= 0, "scratch", c.scratch, ">= 0");
+  require(c.context >= 1, "context", c.context, ">= 1");
   if (c.tail == 0) c.tail = 2 * c.window;
   if (c.tail < c.window)
     throw_value(fmt::format("HiSparse spec needs {} verify slots, but the extra page has only {} usable slots.", c.window, c.tail));
   for (const auto& [name, n] :
        {std::pair{"hot", c.hot}, {"tail", c.tail}, {"scratch", c.scratch}, {"context", c.context}, {"requests", c.requests}})
-    require(n < (std::int64_t{1} << 31), name, "below 2^31", n);
+    require(n < (std::int64_t{1} << 31), name, n, "below 2^31");
   m.columns = c.hot + c.tail;
   m.per_request = m.columns + c.scratch;
   m.buffers.assign(layers.begin(), layers.end());
@@ -238,15 +242,15 @@ Coordinator::Coordinator(const CoordinatorConfig& given, std::span<const KvBuffe
   }
   if (c.device_rows == 0) c.device_rows = device_rows;
   if (c.host_rows == 0) c.host_rows = host_rows;
-  require(c.device_rows >= 0 && c.device_rows <= std::min<std::int64_t>(device_rows, INT32_MAX), "device_rows",
-          fmt::format("0..{}", std::min<std::int64_t>(device_rows, INT32_MAX)), c.device_rows);
-  require(c.host_rows >= 0 && c.host_rows <= host_rows, "host_rows", fmt::format("0..{}", host_rows), c.host_rows);
+  require(c.device_rows >= 0 && c.device_rows <= std::min<std::int64_t>(device_rows, INT32_MAX), "device_rows", c.device_rows, "0..{}",
+          std::min<std::int64_t>(device_rows, INT32_MAX));
+  require(c.host_rows >= 0 && c.host_rows <= host_rows, "host_rows", c.host_rows, "0..{}", host_rows);
   for (std::int64_t i = c.device_rows; i-- > 0;) m.free_device.push_back(static_cast<std::int32_t>(i));
   for (std::int64_t p = c.host_rows / c.page_size; p-- > 0;) m.free_pages.push_back(p);
 
   if (!c.anchor_of.empty())
-    require(static_cast<std::int64_t>(c.anchor_of.size()) == m.layers, "anchor_of", fmt::format("{} entries", m.layers),
-            static_cast<std::int64_t>(c.anchor_of.size()));
+    require(static_cast<std::int64_t>(c.anchor_of.size()) == m.layers, "anchor_of", static_cast<std::int64_t>(c.anchor_of.size()),
+            "{} entries", m.layers);
   m.group_of.resize(at(m.layers));
   for (std::int64_t l = 0; l < m.layers; ++l) {
     const std::int64_t anchor = c.anchor_of.empty() ? l : c.anchor_of[at(l)] - c.first_layer;
@@ -294,7 +298,7 @@ bool Coordinator::can_admit(std::int64_t tokens) const {
 void Coordinator::admit(std::int64_t request, std::int64_t tokens) {
   Impl& m = *impl_;
   Request& q = m.in_state(request, {RequestState::kFree});
-  require(tokens >= 0 && tokens <= max_length(), "tokens", fmt::format("0..{}", max_length()), tokens);
+  require(tokens >= 0 && tokens <= max_length(), "tokens", tokens, "0..{}", max_length());
   m.need_device_rows();
   m.need_pages(ceil_div(tokens, m.config.page_size));
   q.state = RequestState::kActive;
@@ -307,7 +311,7 @@ void Coordinator::admit(std::int64_t request, std::int64_t tokens) {
 void Coordinator::reserve(std::int64_t request, std::int64_t count) {
   Impl& m = *impl_;
   Request& q = m.in_state(request, {RequestState::kActive});
-  require(count >= 0 && count <= m.config.context - q.length, "count", fmt::format("0..{}", m.config.context - q.length), count);
+  require(count >= 0 && count <= m.config.context - q.length, "count", count, "0..{}", m.config.context - q.length);
   m.need_pages(m.missing_pages(q, q.length + count));
   m.take_pages(q, q.length + count);
   m.grow(request, q.length + count);
@@ -319,9 +323,9 @@ void Coordinator::stage(std::int64_t layer, std::int64_t request, std::int64_t p
   const std::int64_t l = m.local(layer);
   Request& q = m.in_state(request, {RequestState::kActive});
   const std::int64_t reserved = std::min(m.config.context, static_cast<std::int64_t>(q.pages.size()) * m.config.page_size);
-  require(position >= q.length && position <= q.staged[at(l)], "position",
-          fmt::format("{}..{}, the positions that come next", q.length, q.staged[at(l)]), position);
-  require(count >= 0 && count <= reserved - position, "count", fmt::format("at most {} reserved positions", reserved - position), count);
+  require(position >= q.length && position <= q.staged[at(l)], "position", position, "{}..{}, the positions that come next", q.length,
+          q.staged[at(l)]);
+  require(count >= 0 && count <= reserved - position, "count", count, "at most {} reserved positions", reserved - position);
   if (count > 0) m.second_pair(l, rows_v, "rows_v");
   const void* const from[2] = {rows, rows_v};
   const std::int64_t step[2] = {pitch, pitch_v};
@@ -353,12 +357,12 @@ void Coordinator::append(std::int64_t request, std::int64_t count, Source source
   Impl& m = *impl_;
   Request& q = m.in_state(request, {RequestState::kActive});
   const std::int64_t reserved = std::min(m.config.context, static_cast<std::int64_t>(q.pages.size()) * m.config.page_size);
-  require(count >= 0 && count <= reserved - q.length, "count", fmt::format("at most {} reserved positions", reserved - q.length), count);
+  require(count >= 0 && count <= reserved - q.length, "count", count, "at most {} reserved positions", reserved - q.length);
   const std::int64_t first = q.length, last = first + count;
   if (source == Source::kStaged)
     for (std::int64_t l = 0; l < m.layers; ++l)
-      require(q.staged[at(l)] >= last, "count",
-              fmt::format("positions that layer {} has staged (up to {})", l + m.config.first_layer, q.staged[at(l)]), count);
+      require(q.staged[at(l)] >= last, "count", count, "positions that layer {} has staged (up to {})", l + m.config.first_layer,
+              q.staged[at(l)]);
   m.grow(request, last);
   for (std::int64_t p = first; p < last; ++p) m.host_locs[at(request * m.config.context + p)] = m.page_row(q, p);
   // The tail is a ring over positions: what these push out of it must not stay findable.
@@ -369,11 +373,15 @@ void Coordinator::append(std::int64_t request, std::int64_t count, Source source
   if (source == Source::kStaged || last <= m.config.hot) m.load_identity(request, first, last);
 }
 
+std::span<const std::int64_t> Coordinator::host_pages(std::int64_t request) const {
+  return impl_->requests[at(impl_->slot_id(request))].pages;
+}
+
 std::int64_t Coordinator::host_row(std::int64_t request, std::int64_t position) const {
   const Impl& m = *impl_;
   const Request& q = m.in_state(request, {RequestState::kActive, RequestState::kVerifying, RequestState::kRetracted});
   const std::int64_t reserved = std::min(m.config.context, static_cast<std::int64_t>(q.pages.size()) * m.config.page_size);
-  require(position >= 0 && position < reserved, "position", fmt::format("below the {} reserved positions", reserved), position);
+  require(position >= 0 && position < reserved, "position", position, "below the {} reserved positions", reserved);
   return m.page_row(q, position);
 }
 
@@ -390,17 +398,17 @@ void Coordinator::prepare_verify(std::span<const std::int64_t> ids, std::span<co
   for (std::int64_t b = 0; b < batch; ++b) {
     const Request& q = m.in_state(ids[at(b)], {RequestState::kActive});
     const std::int64_t w = widths[at(b)];
-    require(w >= 1, "widths", ">= 1", w);
+    require(w >= 1, "widths", w, ">= 1");
     if (w > c.window)
       throw_value(fmt::format("HiSparse spec needs {} verify slots, but the extra page has only {} usable slots.", w, c.window));
-    require(w <= c.context - q.length, "widths", fmt::format("at most {} positions that the context has left", c.context - q.length), w);
+    require(w <= c.context - q.length, "widths", w, "at most {} positions that the context has left", c.context - q.length);
     pages += m.missing_pages(q, q.length + w);
     widest = std::max(widest, w);
   }
   m.need_pages(pages);
   if (locs.given()) {
     core::Checker check("Coordinator");
-    check.arg("locs", locs).dtype(DType::kInt32).shape({core::Dim(batch), core::Dim::at_least(widest, "W")}).no_self_overlap();
+    check.arg("locs", locs).dtype(DType::kInt32).shape({core::Dim(batch), core::Dim::at_least(widest, "W")}).written();
     check.require(locs.device.type == DeviceType::kCpu, "locs", "a CPU tensor", name_of(locs.device));
   }
 
@@ -424,7 +432,7 @@ void Coordinator::prepare_verify(std::span<const std::int64_t> ids, std::span<co
 std::int64_t Coordinator::verify_loc(std::int64_t request, std::int64_t j) const {
   const Impl& m = *impl_;
   const Request& q = m.in_state(request, {RequestState::kVerifying});
-  require(j >= 0 && j < q.width, "j", fmt::format("0..{}", q.width - 1), j);
+  require(j >= 0 && j < q.width, "j", j, "0..{}", q.width - 1);
   return m.loc(request, m.tail_column(q.length + j));
 }
 
@@ -476,7 +484,7 @@ void Coordinator::swap(std::int64_t layer, const SwapInParams& params, std::int6
   const std::int64_t l = m.local(layer);
   Group& g = m.groups[at(m.group_of[at(l)])];
   if (g.anchor != l) refuse("layer", "an anchor layer", fmt::format("{}, a follower of {}", layer, g.anchor + c.first_layer));
-  require(round >= 0 && round <= static_cast<std::int64_t>(g.plans.size()), "round", fmt::format("0..{}", g.plans.size()), round);
+  require(round >= 0 && round <= static_cast<std::int64_t>(g.plans.size()), "round", round, "0..{}", g.plans.size());
   SwapInParams p = three_dimensional(params);
   p.host_cache_locs = host_cache_locs();
   p.buffers = m.buffers[at(l)];
@@ -485,8 +493,11 @@ void Coordinator::swap(std::int64_t layer, const SwapInParams& params, std::int6
   p.layout = c.layout;
   const std::int64_t batch = p.top_k_tokens.sizes[0], occurrences = p.top_k_tokens.sizes[1] * p.top_k_tokens.sizes[2];
   if (occurrences > kMaxOccurrences) p.plan = {};  // swap_in refuses it
-  Plan plan;
-  std::vector<std::int32_t> misses(at(batch)), hits(at(batch));
+  Plan& plan = m.spare;
+  plan.real = 0;
+  std::vector<std::int32_t>&misses = m.misses, &hits = m.hits;
+  misses.resize(at(batch));
+  hits.resize(at(batch));
   if (occurrences <= kMaxOccurrences) {
     plan.src.resize(at(batch * occurrences));
     plan.dst.resize(at(batch * occurrences));
@@ -509,8 +520,7 @@ void Coordinator::swap(std::int64_t layer, const SwapInParams& params, std::int6
     for (std::int64_t b = 0; b < std::min(plan.real, p.req_pool_indices.sizes[0]); ++b) {
       const Request& q = m.in_state(core::load_index(p.req_pool_indices, b), {RequestState::kActive, RequestState::kVerifying});
       for (std::int64_t s = 0; lens_ok && s < p.seq_lens.sizes[1]; ++s)
-        require(lens(b, s) <= q.length + q.width, "seq_lens", fmt::format("at most {}, the end of the window", q.length + q.width),
-                lens(b, s));
+        require(lens(b, s) <= q.length + q.width, "seq_lens", lens(b, s), "at most {}, the end of the window", q.length + q.width);
     }
   }
   swap_in(p);
@@ -527,7 +537,7 @@ void Coordinator::swap(std::int64_t layer, const SwapInParams& params, std::int6
   }
   plan.valid = true;
   if (round == static_cast<std::int64_t>(g.plans.size())) g.plans.emplace_back();
-  g.plans[at(round)] = std::move(plan);
+  std::swap(g.plans[at(round)], plan);
   for (std::size_t later = at(round) + 1; later < g.plans.size(); ++later) g.plans[later].valid = false;
 }
 
@@ -561,9 +571,17 @@ std::int64_t Coordinator::plan_rounds(std::int64_t layer, const SwapInParams& pa
   check.arg("top_k_tokens", p.top_k_tokens).dtype(DType::kInt32).shape({B, S, K}).same_device();
   check.arg("seq_lens", p.seq_lens).required().dtype({DType::kInt32, DType::kInt64}).shape({B, S}).same_device();
   check.arg("req_pool_indices", p.req_pool_indices).required().dtype({DType::kInt32, DType::kInt64}).shape({B}).same_device();
-  check.arg("round_of", round_of).required().dtype(DType::kInt32).shape({B, S}).same_device().no_self_overlap();
+  check.arg("round_of", round_of).required().dtype(DType::kInt32).shape({B, S}).same_device().written();
   for (std::int64_t b = 0; b < B; ++b)
     m.in_state(core::load_index(p.req_pool_indices, b), {RequestState::kActive, RequestState::kVerifying});
+  const auto set_round = [&](std::int64_t b, std::int64_t s, std::int32_t round) {
+    round_of.as<std::int32_t>()[b * round_of.strides[0] + s * round_of.strides[1]] = round;
+  };
+  if (S == 0 || K <= (m.config.hot + m.config.scratch) / S) {
+    for (std::int64_t b = 0; b < B; ++b)
+      for (std::int64_t s = 0; s < S; ++s) set_round(b, s, 0);
+    return 1;
+  }
   const Integers lens{p.seq_lens.data, p.seq_lens.strides[0], p.seq_lens.strides[1], static_cast<int>(size_of(p.seq_lens.dtype))};
   const std::int32_t* tokens = p.top_k_tokens.as<const std::int32_t>();
   std::int64_t rounds = 1;
@@ -582,7 +600,7 @@ std::int64_t Coordinator::plan_rounds(std::int64_t layer, const SwapInParams& pa
         if (Impl::token(const_cast<Group&>(g), r, m.tail_column(t)) == t || m.host_locs[at(r * m.config.context + t)] < 0) continue;
         wanted.push_back(t);
       }
-      std::sort(wanted.begin(), wanted.end());
+      if (!std::is_sorted(wanted.begin(), wanted.end())) std::sort(wanted.begin(), wanted.end());
       wanted.erase(std::unique(wanted.begin(), wanted.end()), wanted.end());
       both.clear();
       std::set_union(held.begin(), held.end(), wanted.begin(), wanted.end(), std::back_inserter(both));
@@ -592,7 +610,7 @@ std::int64_t Coordinator::plan_rounds(std::int64_t layer, const SwapInParams& pa
       } else {
         held.swap(both);
       }
-      round_of.as<std::int32_t>()[b * round_of.strides[0] + s * round_of.strides[1]] = round;
+      set_round(b, s, round);
     }
     rounds = std::max<std::int64_t>(rounds, round + 1);
   }

@@ -1,8 +1,5 @@
 // Parameters -> check once -> Args -> the backend.
-#include <cstring>
-#include <initializer_list>
-#include <string>
-#include <utility>
+#include <algorithm>
 
 #include "core/dispatch.hpp"
 #include "kda/check.hpp"
@@ -14,27 +11,12 @@ namespace {
 
 template <class Args>
 void dispatch(const char* op, Device device, const Args& args, Stream stream) {
-  core::on_backend(op, device, [&] { cpu::run(args, stream); });
+  core::on_backend(
+      op, device, [&] { cpu::run(args, stream); }, [&] { cuda::run(args, stream); });
 }
 
-using Names = std::initializer_list<std::pair<const char*, const char*>>;
-
-/// Runs `f`; an error that names our arguments leaves under the names that the caller used.
-template <class F>
-void with_names(Names names, F&& f) {
-  try {
-    f();
-  } catch (const Error& e) {
-    std::string text = e.what();
-    for (const auto& [before, after] : {std::pair{": ", ": "}, {"overlaps ", "."}, {"together with ", ","}})
-      for (const auto& [ours, theirs] : names)
-        if (const auto at = text.find(std::string(before) + ours + after); at != std::string::npos) {
-          text.replace(at + std::strlen(before), std::strlen(ours), theirs);
-          break;
-        }
-    throw Error(e.kind(), text);
-  }
-}
+using core::Names;
+using core::with_names;
 
 constexpr Names kGatingNames = {{"x_q", "q"},
                                 {"x_k", "k"},
@@ -108,8 +90,9 @@ void fused_kda_decode_mtp_dspark(const VerifyParams& params, Stream stream) {
                check_fused_contract(params);
                VerifyParams own = params;
                if (own.rings.rawv.given()) own.snapshots = {};  // ring mode leaves them alone
-               const VerifyArgs args = check(own, op);
+               VerifyArgs args = check(own, op);
                check_fused_lengths(args, op);
+               args.steps = std::min(args.steps, args.T / args.N);  // where lengths are on a GPU, longer requests are padding
                dispatch(op, params.x_q.device, args, stream);
              });
 }

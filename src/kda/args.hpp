@@ -1,6 +1,8 @@
 #pragma once
-// What crosses from check.cpp to a backend: raw pointers, 64-bit strides in elements, sizes, and the requests' indices, which are
-// copied once so that a backend never re-reads the caller's index memory.
+// What crosses from check.cpp to a backend: raw pointers, 64-bit strides in elements, sizes, and the requests' indices. The CPU reads
+// those once, so that it never re-reads the caller's index memory; on a GPU they stay where they are and a kernel reads them (`Index`).
+//
+// The part of a call without the copied indices (VerifyCall, FoldCall, RollbackCall) is plain data that a kernel takes by value.
 #include <cstdint>
 #include <vector>
 
@@ -10,11 +12,25 @@ namespace specstate::kda {
 
 /// A tensor whose dimensions are addressed by `at` of layout.hpp; float32 or bfloat16.
 struct Array {
+  /// Of a conv window, for the CUDA backend: any strides; the channels of a tap dense; the taps of a channel and these one after another.
+  enum Layout : std::uint8_t { kAny, kTapRows, kInterleaved };
+
   void* data = nullptr;
   std::int64_t stride[5] = {};
   bool bf16 = false;
+  bool vec = false;  // noted by the CUDA backend: four neighbours from a multiple of four may be accessed as one
+  Layout layout = kAny;
 
-  explicit operator bool() const { return data != nullptr; }
+  constexpr explicit operator bool() const { return data != nullptr; }
+};
+
+/// int32 or int64 indices in device memory; read by `index` of layout.hpp.
+struct Index {
+  const void* data = nullptr;
+  std::int64_t stride[2] = {};
+  bool wide = false;  // int64
+
+  constexpr explicit operator bool() const { return data != nullptr; }
 };
 
 /// q, k or v before the recurrence.
@@ -31,47 +47,60 @@ struct Request {
   std::int64_t begin, tokens;
 };
 
-struct VerifyArgs {
+struct VerifyCall {
   Channel q, k, v;
-  Array g;                              // [T, HV, K] or [T, HV]
-  Array beta;                           // [T, HV]
-  Array a_log;                          // [HV]
-  Array dt_bias;                        // [HV, K] or [HV]
-  Array state;                          // [pool, HV], V*K dense
-  Array gate;                           // [T, HV, V], V dense; not given: no output norm
-  Array norm_weight;                    // [V]
-  Array out;                            // [T, HV, V], V dense
-  Array rawv, rawk, ring_g, ring_beta;  // [slots, heads, L, D]
-  Array snapshots;                      // [rows, steps, HV], V*K dense
-  std::vector<Request> requests;
-  std::vector<std::int32_t> parents;           // [T], index within the request, -1: the request's own state; empty: chains
-  std::int64_t T, H, HV, K, V, L, tokens_end;  // tokens_end = cu_seqlens[N]
+  Array g;                                                     // [T, HV, K] or [T, HV]
+  Array beta;                                                  // [T, HV]
+  Array a_log;                                                 // [HV]
+  Array dt_bias;                                               // [HV, K] or [HV]
+  Array state;                                                 // [pool, HV], V*K dense
+  Array gate;                                                  // [T, HV, V], V dense; not given: no output norm
+  Array norm_weight;                                           // [V]
+  Array out;                                                   // [T, HV, V], V dense
+  Array rawv, rawk, ring_g, ring_beta;                         // [slots, heads, L, D]
+  Array snapshots;                                             // [rows, steps, HV], V*K dense
+  Index slots, cu, rows, parents;                              // [N], [N + 1], [N], [N, columns]; cu not given: T / N tokens each
+  std::int64_t N, pool, row_count, steps, columns, null_slot;  // steps: the fewest that snapshots and windows have
+  std::int64_t T, H, HV, K, V, L;
   bool scalar_gate, safe_gate, l2norm, round_before_norm;
   bool update_state, update_windows, null_from_zero;
   float lower_bound, softplus_beta, softplus_threshold, scale, norm_eps;
+  bool exact;  // the form of the recurrence whose bits all modes share, also where another is faster
+};
+struct VerifyArgs : VerifyCall {
+  std::vector<Request> requests;
+  std::vector<std::int32_t> parents_of;  // [T], index within the request, -1: the request's own state; empty: chains
+  std::int64_t tokens_end;               // cu_seqlens[N]
 };
 
 struct FoldRequest {
   std::int64_t slot, tokens, track, track_step;  // track -1: none
 };
 
-struct FoldArgs {
-  Array state;                          // [layers, pool, HV], V*K dense
-  Array rawv, rawk, ring_g, ring_beta;  // [layers, slots, heads, L, D]
-  std::vector<FoldRequest> requests;    // only those with something to commit
+struct FoldCall {
+  Array state;                             // [layers, pool, HV], V*K dense
+  Array rawv, rawk, ring_g, ring_beta;     // [layers, slots, heads, L, D]
+  Index slots, accept, track, track_step;  // [N]
+  std::int64_t N, pool, L, null_slot;
   std::int64_t layers, H, HV, K, V;
   bool scalar_gate, l2norm;
+};
+struct FoldArgs : FoldCall {
+  std::vector<FoldRequest> requests;  // only those with something to commit
 };
 
 struct WindowCopy {
   std::int64_t slot, row, step;
 };
 
-struct RollbackArgs {
-  Array pool;     // [pool, C, 3]
-  Array windows;  // [rows, steps, C, 3]
+struct RollbackCall {
+  Array pool;                                             // [pool, C, 3]
+  Array windows;                                          // [rows, steps, C, 3]
+  Index slots, steps_of, rows, track_slots, track_steps;  // [N]
+  std::int64_t channels, N, slot_count, row_count, steps;
+};
+struct RollbackArgs : RollbackCall {
   std::vector<WindowCopy> copies;
-  std::int64_t channels;
 };
 
 namespace cpu {
@@ -79,5 +108,11 @@ void run(const VerifyArgs& args, Stream stream);
 void run(const FoldArgs& args, Stream stream);
 void run(const RollbackArgs& args, Stream stream);
 }  // namespace cpu
+
+namespace cuda {
+void run(const VerifyArgs& args, Stream stream);
+void run(const FoldArgs& args, Stream stream);
+void run(const RollbackArgs& args, Stream stream);
+}  // namespace cuda
 
 }  // namespace specstate::kda

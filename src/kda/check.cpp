@@ -31,6 +31,17 @@ Array array(const TensorView& t) {
   return a;
 }
 
+/// Indices for a kernel; nothing for those on the host, which are read here.
+Index device_index(const TensorView& t) {
+  Index a;
+  if (!t.given() || t.device.type != DeviceType::kCuda) return a;
+  static std::int64_t nothing;
+  a.data = t.data ? t.data : &nothing;
+  a.wide = t.dtype == DType::kInt64;
+  for (int i = 0; i < std::min(t.ndim, 2); ++i) a.stride[i] = t.strides[i];
+  return a;
+}
+
 std::string text(double x) {
   std::string s = std::to_string(x);
   return s;
@@ -60,12 +71,6 @@ void all_or_none(const Checker& check, std::initializer_list<std::pair<const cha
       check.fail(g.first,
                  std::string("to be given together with ") + (g.first == given.begin()->first ? (given.end() - 1) : given.begin())->first,
                  "none");
-}
-
-void no_overlap(const Checker& check, const char* name, const TensorView& out,
-                std::initializer_list<std::pair<const char*, const TensorView*>> others) {
-  for (const auto& [other, t] : others)  // the texts only where they are needed: a call has some hundred of these
-    if (core::may_overlap(out, *t)) check.fail(name, "memory of its own", std::string("memory that overlaps ") + other);
 }
 
 /// The recurrent state: dense inside a slot, a slot pitch of whole 16 bytes.
@@ -183,24 +188,7 @@ struct StepCheck {
     number("softplus_beta", p.softplus_beta, std::isfinite(p.softplus_beta) && p.softplus_beta > 0, "a finite number > 0");
     number("softplus_threshold", p.softplus_threshold, !std::isnan(p.softplus_threshold), "a number");
 
-    check.arg("out", out).required().dtype(act).shape({T, HV, V}).same_device().inner_contiguous(1).no_self_overlap();
-    no_overlap(check, "out", out,
-               {{"x_q", &x_q},
-                {"x_k", &x_k},
-                {"x_v", &x_v},
-                {"w_q", &p.w_q},
-                {"w_k", &p.w_k},
-                {"w_v", &p.w_v},
-                {"cs_q", &p.cs_q},
-                {"cs_k", &p.cs_k},
-                {"cs_v", &p.cs_v},
-                {"g", &g},
-                {"beta", &beta},
-                {"A_log", &p.A_log},
-                {"dt_bias", &p.dt_bias},
-                {"state", &p.state},
-                {"onorm_gate", &gate},
-                {"onorm_weight", &p.onorm_weight}});
+    check.arg("out", out).required().dtype(act).shape({T, HV, V}).same_device().inner_contiguous(1).written();
 
     a.q = {array(x_q), array(p.w_q), array(p.cs_q), {}};
     a.k = {array(x_k), array(p.w_k), array(p.cs_k), {}};
@@ -214,6 +202,8 @@ struct StepCheck {
     a.scale = static_cast<float>(p.scale.value_or(1.0 / std::sqrt(static_cast<double>(K.value()))));
     a.norm_eps = static_cast<float>(p.onorm_eps.value_or(0));
     a.l2norm = p.l2norm, a.round_before_norm = p.round_before_norm;
+    a.slots = device_index(p.slots), a.cu = device_index(p.cu_seqlens);
+    a.N = N, a.pool = pool, a.null_slot = p.null_slot;
   }
 
   /// Slots and lengths; `longest` is the most tokens that a request may have.
@@ -265,7 +255,7 @@ void check_rings(Checker& check, const Rings& r, DType act, bool scalar_gate, in
       c.shape({slots, heads, L});
     c.same_device();
     if (channels) c.inner_contiguous(1);
-    if (writes) c.no_self_overlap();
+    if (writes) c.written();
   };
   shape("rings.rawv", r.rawv, act, HV, &V);
   shape("rings.rawk", r.rawk, act, H, &K);
@@ -298,7 +288,7 @@ VerifyArgs check(const VerifyParams& p, const char* op) {
       .shape({rows, steps, step.HV, step.V, step.K})
       .same_device()
       .inner_contiguous(2)
-      .no_self_overlap();
+      .written();
   a.snapshots = array(p.snapshots);
   all_or_none(check, {{"conv_q", p.conv_q.given()}, {"conv_k", p.conv_k.given()}, {"conv_v", p.conv_v.given()}});
   if (p.conv_q.given()) {
@@ -308,43 +298,27 @@ VerifyArgs check(const VerifyParams& p, const char* op) {
           {"conv_k", &p.conv_k, step.H * step.K, &a.k},
           {"conv_v", &p.conv_v, step.HV * step.V, &a.v}}) {
       check.arg(name, *t).dtype(step.act).shape({rows, Dim::any("steps"), channels, kWindow}).same_device();
-      check.arg(name, distinct_inputs(*t)).no_self_overlap();
+      check.arg(name, distinct_inputs(*t)).written();
       channel->windows = array(*t);
     }
-  }
-  const std::initializer_list<std::pair<const char*, const TensorView*>> outputs = {
-      {"out", &step.out},          {"rings.rawv", &r.rawv}, {"rings.rawk", &r.rawk}, {"rings.g", &r.g},    {"rings.beta", &r.beta},
-      {"snapshots", &p.snapshots}, {"conv_q", &p.conv_q},   {"conv_k", &p.conv_k},   {"conv_v", &p.conv_v}};
-  for (auto o = outputs.begin(); o != outputs.end(); ++o) {
-    if (!o->second->given()) continue;
-    if (o != outputs.begin())
-      no_overlap(check, o->first, *o->second,
-                 {{"x_q", &step.x_q},
-                  {"x_k", &step.x_k},
-                  {"x_v", &step.x_v},
-                  {"w_q", &p.w_q},
-                  {"w_k", &p.w_k},
-                  {"w_v", &p.w_v},
-                  {"cs_q", &p.cs_q},
-                  {"cs_k", &p.cs_k},
-                  {"cs_v", &p.cs_v},
-                  {"g", &step.g},
-                  {"beta", &step.beta},
-                  {"A_log", &p.A_log},
-                  {"dt_bias", &p.dt_bias},
-                  {"state", &p.state},
-                  {"onorm_gate", &step.gate},
-                  {"onorm_weight", &p.onorm_weight}});
-    for (auto other = outputs.begin(); other != o; ++other) no_overlap(check, o->first, *o->second, {*other});
   }
   check.arg("rows", p.rows).dtype({DType::kInt32, DType::kInt64}).shape({Dim::at_least(step.N, "N")}).same_device();
   check.arg("parents", p.parents)
       .dtype({DType::kInt32, DType::kInt64})
       .shape({Dim::at_least(step.N, "N"), Dim::any("tokens")})
       .same_device();
-  if (p.update_state) check.arg("state", p.state).no_self_overlap();
+  if (p.update_state) check.arg("state", p.state).written();
+  check.outputs_apart();
   a.update_state = p.update_state;
   a.null_from_zero = p.null_from_zero;
+  a.exact = p.exact;
+  a.rows = device_index(p.rows), a.parents = device_index(p.parents);
+  a.row_count = rows.bound() ? rows.value() : 0;
+  a.columns = p.parents.given() ? p.parents.sizes[1] : 0;
+  a.steps = std::numeric_limits<std::int64_t>::max();
+  if (a.snapshots) a.steps = steps;
+  for (const TensorView* t : {&p.conv_q, &p.conv_k, &p.conv_v})
+    if (t->given()) a.steps = std::min(a.steps, t->sizes[1]);
   if (!host_reads(p.x_q)) return a;
 
   step.requests();
@@ -375,14 +349,14 @@ VerifyArgs check(const VerifyParams& p, const char* op) {
     check.require(p.parents.sizes[1] >= longest, "parents",
                   "at least " + std::to_string(longest) + " columns, the tokens of the longest request",
                   std::to_string(p.parents.sizes[1]));
-    a.parents.assign(static_cast<std::size_t>(a.T), -1);
+    a.parents_of.assign(static_cast<std::size_t>(a.T), -1);
     for (std::size_t i = 0; i < a.requests.size(); ++i)
       for (std::int64_t t = 0; t < a.requests[i].tokens; ++t) {
         const std::int64_t parent = load_index(p.parents[static_cast<std::int64_t>(i)], t);
         if (a.requests[i].slot < 0 && !p.null_from_zero) continue;  // padding: may hold anything
         check.require(parent < t || t == 0, "parents", "a parent before its child",
                       std::to_string(parent) + " for token " + std::to_string(t) + " of request " + std::to_string(i));
-        a.parents[static_cast<std::size_t>(a.requests[i].begin + t)] =
+        a.parents_of[static_cast<std::size_t>(a.requests[i].begin + t)] =
             static_cast<std::int32_t>(t == 0 ? -1 : std::max<std::int64_t>(parent, -1));
       }
   }
@@ -394,27 +368,12 @@ VerifyArgs check(const DecodeParams& p, const char* op) {
   VerifyArgs a{};
   StepCheck step(check, p, a);
   step.tensors();
-  check.arg("state", p.state).no_self_overlap();
-  for (const auto& [name, t] : {std::pair{"cs_q", &p.cs_q}, {"cs_k", &p.cs_k}, {"cs_v", &p.cs_v}}) check.arg(name, *t).no_self_overlap();
-  for (const auto& [name, t] : {std::pair{"state", &p.state}, {"cs_q", &p.cs_q}, {"cs_k", &p.cs_k}, {"cs_v", &p.cs_v}})
-    no_overlap(check, name, *t,
-               {{"x_q", &step.x_q},
-                {"x_k", &step.x_k},
-                {"x_v", &step.x_v},
-                {"w_q", &p.w_q},
-                {"w_k", &p.w_k},
-                {"w_v", &p.w_v},
-                {"g", &step.g},
-                {"beta", &step.beta},
-                {"A_log", &p.A_log},
-                {"dt_bias", &p.dt_bias},
-                {"onorm_gate", &step.gate},
-                {"onorm_weight", &p.onorm_weight}});
-  no_overlap(check, "cs_q", p.cs_q, {{"state", &p.state}, {"cs_k", &p.cs_k}, {"cs_v", &p.cs_v}});
-  no_overlap(check, "cs_k", p.cs_k, {{"state", &p.state}, {"cs_v", &p.cs_v}});
-  no_overlap(check, "cs_v", p.cs_v, {{"state", &p.state}});
+  check.arg("state", p.state).written();
+  for (const auto& [name, t] : {std::pair{"cs_q", &p.cs_q}, {"cs_k", &p.cs_k}, {"cs_v", &p.cs_v}}) check.arg(name, *t).written();
+  check.outputs_apart();
   a.update_state = true;
   a.update_windows = p.w_q.given();
+  a.steps = std::numeric_limits<std::int64_t>::max();
   if (!host_reads(p.x_q)) return a;
 
   step.requests();
@@ -475,7 +434,7 @@ FoldArgs check(const FoldParams& p, const char* op) {
   check_head_dim(check, "state", "a head dimension K", K);
   check_head_dim(check, "state", "a head dimension V", V);
   check_state(check, "state", p.state, has_layers ? 1 : 0);
-  check.arg("state", p.state).no_self_overlap();
+  check.arg("state", p.state).written();
   if (has_layers)
     check.require(layers <= 1 || p.state.strides[0] % 4 == 0, "state", "a layer pitch that is a multiple of 4 elements",
                   "stride " + std::to_string(p.state.strides[0]));
@@ -484,8 +443,6 @@ FoldArgs check(const FoldParams& p, const char* op) {
   check_rings(check, p.rings, p.rings.rawv.dtype, a.scalar_gate, has_layers ? 1 : 0, layers, slots, HV, H, L, V, K, false);
   check.require(H >= 1 && HV % H == 0, "rings.rawk", "a number of heads that divides HV=" + std::to_string(HV), std::to_string(H));
   check.require(slots >= pool, "rings.rawv", "at least pool=" + std::to_string(pool) + " slots", std::to_string(slots));
-  no_overlap(check, "state", p.state,
-             {{"rings.rawv", &p.rings.rawv}, {"rings.rawk", &p.rings.rawk}, {"rings.g", &p.rings.g}, {"rings.beta", &p.rings.beta}});
   check_index(check, "slots", p.slots, N);
   check_index(check, "accept", p.accept, N);
   all_or_none(check, {{"track", p.track.given()}, {"track_step", p.track_step.given()}});
@@ -493,12 +450,16 @@ FoldArgs check(const FoldParams& p, const char* op) {
     check_index(check, "track", p.track, N);
     check_index(check, "track_step", p.track_step, N);
   }
+  check.outputs_apart();
   a.state = array(layered(p.state, has_layers));
   a.rawv = array(layered(p.rings.rawv, has_layers)), a.rawk = array(layered(p.rings.rawk, has_layers));
   a.ring_g = array(layered(p.rings.g, has_layers)), a.ring_beta = array(layered(p.rings.beta, has_layers));
   a.layers = has_layers ? layers.value() : 1;
   a.H = H, a.HV = HV, a.K = K, a.V = V;
   a.l2norm = p.l2norm;
+  a.slots = device_index(p.slots), a.accept = device_index(p.accept);
+  a.track = device_index(p.track), a.track_step = device_index(p.track_step);
+  a.N = N, a.pool = pool, a.L = L, a.null_slot = p.null_slot;
   if (!host_reads(p.state)) return a;
 
   SeenOnce once(check, "slots", "slots and track slots that are written at most once");
@@ -534,15 +495,10 @@ std::vector<RollbackArgs> check(const RollbackConvWindowsParams* params, std::in
     const RollbackConvWindowsParams& p = params[i];
     Checker check("rollback_conv_windows");
     Sym pool("pool"), C("C"), rows("rows"), steps("steps"), N("N");
-    check.arg("conv_pools", p.pool)
-        .required()
-        .dtype({DType::kBFloat16, DType::kFloat32})
-        .shape({pool, C, kWindow})
-        .same_device()
-        .no_self_overlap();
+    check.arg("conv_pools", p.pool).required().dtype({DType::kBFloat16, DType::kFloat32}).shape({pool, C, kWindow}).same_device().written();
     check.arg("intermediate_windows", p.windows).required().dtype(p.pool.dtype).shape({rows, steps, C, kWindow}).same_device();
-    no_overlap(check, "conv_pools", p.pool, {{"intermediate_windows", &p.windows}});
-    for (std::int64_t j = 0; j < i; ++j) no_overlap(check, "conv_pools", p.pool, {{"another pool", &params[j].pool}});
+    for (std::int64_t j = 0; j < i; ++j)
+      check.require(!core::may_overlap(p.pool, params[j].pool), "conv_pools", "memory of its own", "memory that overlaps another pool");
     check_index(check, "slots", p.slots, N);
     check_index(check, "last_correct_step", p.last_correct_step, N);
     if (p.rows.given()) check.arg("rows", p.rows).dtype({DType::kInt32, DType::kInt64}).shape({Dim::at_least(N, "N")}).same_device();
@@ -551,9 +507,12 @@ std::vector<RollbackArgs> check(const RollbackConvWindowsParams* params, std::in
       check_index(check, "track_slots", p.track_slots, N);
       check_index(check, "track_steps", p.track_steps, N);
     }
+    check.outputs_apart();
     RollbackArgs a{};
     a.pool = array(p.pool), a.windows = array(p.windows);
-    a.channels = C;
+    a.channels = C, a.N = N, a.slot_count = pool, a.row_count = rows, a.steps = steps;
+    a.slots = device_index(p.slots), a.steps_of = device_index(p.last_correct_step), a.rows = device_index(p.rows);
+    a.track_slots = device_index(p.track_slots), a.track_steps = device_index(p.track_steps);
     if (host_reads(p.pool)) {
       SeenOnce once(check, "slots", "slots and track slots that are written at most once");
       const auto add = [&](const char* slot_name, const char* step_name, std::int64_t n, std::int64_t slot, std::int64_t step) {

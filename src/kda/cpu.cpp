@@ -544,7 +544,7 @@ void verify_item(const VerifyArgs& a, const Plan& plan, const Request& r, std::i
   start_channels(a.q, r, h, K, x.in_q, x.taps_q);
   start_channels(a.k, r, h, K, x.in_k, x.taps_k);
   for (std::int64_t j = 0; j < G; ++j) start_channels(a.v, r, h * G + j, VD, x.in_v + j * (B + 3) * VD, x.taps_v + j * 4 * VD);
-  const std::int32_t* parents = a.parents.empty() ? nullptr : a.parents.data() + r.begin;
+  const std::int32_t* parents = a.parents_of.empty() ? nullptr : a.parents_of.data() + r.begin;
 
   for (std::int64_t first = 0; first < r.tokens; first += B) {
     const std::int64_t n = std::min(B, r.tokens - first);
@@ -692,7 +692,7 @@ void run(const VerifyArgs& a, Stream) {
   }
   clear(a.tokens_end, a.T - a.tokens_end);
   if (longest == 0) return;
-  Plan plan(longest, !a.parents.empty(), a.K, a.V, a.HV / a.H);
+  Plan plan(longest, !a.parents_of.empty(), a.K, a.V, a.HV / a.H);
   const std::int64_t floats = Scratch(nullptr, plan, false).floats;
   plan.stream = a.snapshots && !a.snapshots.bf16 && a.tokens_end * a.HV * a.V * a.K * 4 > kStreamBytes;
   specstate::cpu::parallel_for(static_cast<std::int64_t>(a.requests.size()) * a.H, grain(plan, longest),

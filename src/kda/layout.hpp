@@ -28,4 +28,9 @@ SPECSTATE_HD inline void store(const Array& a, std::int64_t offset, float value)
     static_cast<float*>(a.data)[offset] = value;
 }
 
+SPECSTATE_HD inline std::int64_t index(const Index& a, std::int64_t i, std::int64_t j = 0) {
+  const std::int64_t at = i * a.stride[0] + j * a.stride[1];
+  return a.wide ? static_cast<const std::int64_t*>(a.data)[at] : static_cast<const std::int32_t*>(a.data)[at];
+}
+
 }  // namespace specstate::kda

@@ -4,9 +4,11 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <filesystem>
 #include <initializer_list>
+#include <limits>
 #include <utility>
 
 #include "core/match.hpp"
@@ -39,13 +41,7 @@ class Loader {
 
   /// A dense bfloat16 matrix, copied: its place in the file need not be aligned.
   std::vector<std::uint16_t> bf16(const std::string& name, std::int64_t rows, std::int64_t columns) {
-    const std::int64_t shape[] = {rows, columns};
-    const auto bytes = file_.get(name, DType::kBFloat16, shape);
-    std::vector<std::uint16_t> w(bytes.size() / 2);
-    if (!w.empty()) std::memcpy(w.data(), bytes.data(), bytes.size());
-    parameters_ += static_cast<std::int64_t>(w.size());
-    bytes_ += static_cast<std::int64_t>(bytes.size());
-    return w;
+    return read<std::uint16_t>(name, DType::kBFloat16, {rows, columns}, 0x7F80);
   }
   /// The stored number of rows of a matrix whose rank is the model's own business.
   std::int64_t rank(const std::string& name, std::int64_t columns) {
@@ -82,29 +78,40 @@ class Loader {
   }
   /// Values of a bfloat16 tensor, as fp32.
   Floats values(const std::string& name, std::initializer_list<std::int64_t> shape) {
-    const auto bytes = file_.get(name, DType::kBFloat16, {shape.begin(), shape.size()});
-    Floats out(bytes.size() / 2);
-    for (std::size_t i = 0; i < out.size(); ++i) {
-      core::bfloat16 v;
-      std::memcpy(&v, bytes.data() + 2 * i, 2);
-      out[i] = core::to_float(v);
-    }
-    parameters_ += static_cast<std::int64_t>(out.size());
-    bytes_ += static_cast<std::int64_t>(bytes.size());
+    const std::vector<std::uint16_t> stored = read<std::uint16_t>(name, DType::kBFloat16, shape, 0x7F80);
+    Floats out(stored.size());
+    for (std::size_t i = 0; i < out.size(); ++i) out[i] = core::to_float(core::bfloat16{stored[i]});
     return out;
   }
   Floats fp32(const std::string& name, std::initializer_list<std::int64_t> shape) {
-    const auto bytes = file_.get(name, DType::kFloat32, {shape.begin(), shape.size()});
-    Floats out(bytes.size() / 4);
-    if (!out.empty()) std::memcpy(out.data(), bytes.data(), bytes.size());
-    parameters_ += static_cast<std::int64_t>(out.size());
-    bytes_ += static_cast<std::int64_t>(bytes.size());
+    const std::vector<std::uint32_t> stored = read<std::uint32_t>(name, DType::kFloat32, shape, 0x7F800000);
+    Floats out(stored.size());
+    for (std::size_t i = 0; i < out.size(); ++i) out[i] = std::bit_cast<float>(stored[i]);
     return out;
   }
   std::int64_t parameters() const { return parameters_; }
   std::int64_t bytes() const { return bytes_; }
 
  private:
+  /// The bits of a tensor of finite numbers: one NaN would spoil every output, far from where it came from.
+  template <class Bits>
+  std::vector<Bits> read(const std::string& name, DType dtype, std::initializer_list<std::int64_t> shape, Bits exponent) {
+    const auto bytes = file_.get(name, dtype, {shape.begin(), shape.size()});
+    std::vector<Bits> w(bytes.size() / sizeof(Bits));
+    if (!w.empty()) std::memcpy(w.data(), bytes.data(), bytes.size());
+    bool finite = true;
+    for (const Bits x : w) finite &= (x & exponent) != exponent;
+    if (!finite) {
+      const auto bad = std::find_if(w.begin(), w.end(), [=](Bits x) { return (x & exponent) == exponent; });
+      const bool nan = (*bad & (std::numeric_limits<Bits>::max() / 2 ^ exponent)) != 0;
+      core::throw_value(fmt::format("{}: tensor '{}': expected finite numbers, got {} at element {}.", file_.path(), name,
+                                    nan ? "nan" : "infinity", bad - w.begin()));
+    }
+    parameters_ += static_cast<std::int64_t>(w.size());
+    bytes_ += static_cast<std::int64_t>(bytes.size());
+    return w;
+  }
+
   Safetensors file_;
   WeightMemory& memory_;
   std::int64_t parameters_ = 0, bytes_ = 0;

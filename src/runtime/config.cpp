@@ -117,7 +117,9 @@ TargetConfig parse_target_config(std::string_view text, const std::string& name)
     c.is_kda[static_cast<std::size_t>(i - 1)] = true;
     ++owners[static_cast<std::size_t>(i - 1)];
   }
-  for (const int i : linear.integers("full_attn_layers", 1, c.layers, kMaxLayers)) ++owners[static_cast<std::size_t>(i - 1)];
+  const std::vector<int> full = linear.integers("full_attn_layers", 1, c.layers, kMaxLayers);
+  if (full.empty()) linear.fail("full_attn_layers", "at least one layer (the engine runs hybrid models)", "none");
+  for (const int i : full) ++owners[static_cast<std::size_t>(i - 1)];
   for (int i = 0; i < c.layers; ++i)
     if (owners[static_cast<std::size_t>(i)] != 1)
       linear.fail("kda_layers and full_attn_layers", "every layer in exactly one of the two",

@@ -369,10 +369,10 @@ Report Run::finish() {
   }
   report_.mean_accepted_length = report_.steps ? static_cast<double>(report_.committed_tokens) / static_cast<double>(report_.steps) : 0.0;
   report_.tokens_per_second = report_.decode_seconds > 0 ? static_cast<double>(report_.committed_tokens) / report_.decode_seconds : 0.0;
-  const SparseStats& sparse = target_->sparse_stats();
-  report_.hisparse = {sparse.hits, sparse.misses, sparse.host_bytes_copied, 0.0, options_.hot_slots, config_.top_k};
-  if (sparse.hits + sparse.misses > 0)
-    report_.hisparse.hit_rate = static_cast<double>(sparse.hits) / static_cast<double>(sparse.hits + sparse.misses);
+  const hisparse::CoordinatorStats& sparse = target_->sparse_stats();
+  const std::int64_t hits = sparse.unique_hits, misses = sparse.unique_misses;
+  report_.hisparse = {hits, misses, sparse.bytes_to_device, 0.0, options_.hot_slots, config_.top_k};
+  if (hits + misses > 0) report_.hisparse.hit_rate = static_cast<double>(hits) / static_cast<double>(hits + misses);
   const KdaBytes kda = target_->kda_bytes();
   report_.kda = {kda.state, kda.ring, kda.snapshots_avoided};
   report_.draft_kv = dropped_;

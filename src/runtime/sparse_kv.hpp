@@ -1,28 +1,21 @@
 #pragma once
-// The cached rows [c, kr] of the sparse-MLA layers: complete in a host store, a few of them in a hot buffer on the "device" (on this
-// backend both are CPU memory), and moved between the two by specstate::hisparse alone.
+// The compressed KV rows of all sparse-MLA layers of the engine: buffers on both sides and the selections of a step, around a
+// hisparse::Coordinator, which owns the tables and the life of the requests.
 //
-// A request's life (spec section 6 of HiSparse, section 5.2 of the speculative loop):
-//   prefill  rows wait in a staging area on the device; finish_prefill() copies them to the host, the hot buffer starts empty
-//   window   open_window() gives each row of a step a tail slot; write() fills it, layer by layer; the host knows nothing of it
-//   resolve  rows are cut into rounds whose distinct older positions fit the hot buffer (8 rows may want more than it holds);
-//            each round is one swap_in at the anchor, and one replay of its recorded plan at every follower
-//   commit   accepted rows are copied to the host; tail slots of rejected rows are cleared
-// Tail slots form a ring over positions, so that the newest committed positions still hit there until a later window needs the slot.
-// What a row reads never depends on where it was found: results are the same for every hot buffer of at least top_k slots.
+//   prefill:  reserve -> per layer: stage -> append       rows go straight to the host, and those that fit become resident
+//   a step:   open_window -> per layer: write, then at an anchor plan, then round by round: enter_round, attention -> commit
+//
+// A step selects more positions than the hot buffer has slots when many rows ask for different ones. Its rows are then served in
+// rounds: as many rows at a time as fit, each round one swap and its own attention. Results do not depend on the cut, so no memory
+// beyond the hot buffer is ever needed.
 #include <cstdint>
-#include <span>
+#include <memory>
 #include <vector>
 
 #include "runtime/config.hpp"
-#include "specstate/hisparse.hpp"
+#include "specstate/hisparse_coordinator.hpp"
 
 namespace specstate::runtime {
-
-struct SparseStats {
-  std::int64_t hits = 0, misses = 0;   // distinct positions of each swap
-  std::int64_t host_bytes_copied = 0;  // host -> device, all layers
-};
 
 /// The rows of one step: request `slots[b]` verifies `lens[b]` tokens at positions starts[b], starts[b] + 1, ...
 struct Window {
@@ -32,72 +25,63 @@ struct Window {
 
 class SparseKv {
  public:
-  /// `context`: positions a request can have; `window`: most rows of a request in one step.
+  /// `context`: positions a request can have; `window`: most rows of a request in one step; layers are named by their number in the model.
   SparseKv(const TargetConfig& config, int requests, int hot_slots, int window, int context);
 
+  /// An empty request in this slot, whatever was there.
   void reset(int request);
-  /// Prefill: appends a row of layer `l` (of the model) to the staging area; staged() finds it again.
-  void stage(int l, int request, const std::uint16_t* row);
-  const std::uint16_t* staged(int l, int request, std::int64_t position) const;
-  /// Staging -> host, for the first `n` positions of all layers.
-  void finish_prefill(int request, int n);
+
+  void reserve(int request, int count) { coordinator_->reserve(request, count); }
+  /// `count` rows from `position` on, dense.
+  void stage(int l, int request, int position, std::int64_t count, const std::uint16_t* rows);
+  /// Of all layers the next `count` positions are staged.
+  void append(int request, int count) { coordinator_->append(request, count); }
+  /// A staged or committed row.
+  const std::uint16_t* host_row(int l, int request, std::int64_t position) const;
 
   void open_window(const Window& window);
-  void write(int l, int request, int position, const std::uint16_t* row);
-  /// Cuts the open window into rounds for anchor `l`. selected [rows][top_k] ascending, -1 behind counts[row].
+  /// Row j of a request's window.
+  void write(int l, int request, int j, const std::uint16_t* row);
+  /// Cuts the open window into rounds for anchor `l`. selected [rows][top_k], -1 behind counts[row].
   void plan(int l, const std::int32_t* selected, const std::int32_t* counts);
-  int rounds(int l) const { return static_cast<int>(groups_[group_of_[static_cast<std::size_t>(l)]].rounds.size()); }
+  int rounds(int l) const { return static_cast<int>(selections_[group(l)].rounds); }
   /// Makes the rows of a round resident in layer `l`: by a swap at an anchor, by replay at a follower.
   void enter_round(int l, int round);
-  /// Window rows of a round, and where its row i finds its counts[row] selected positions.
-  const std::vector<int>& rows_of(int l, int round) const;
-  void pointers(int l, int round, int i, std::int64_t count, const std::uint16_t** out) const;
-
+  /// Window rows of a round.
+  std::vector<int> rows_of(int l, int round) const;
+  /// Where a row of the current round finds its `count` selected positions.
+  void pointers(int l, int row, std::int64_t count, const std::uint16_t** out) const;
   /// Of the open window the first accept[b] rows stand.
   void commit(const std::vector<int>& accept);
 
-  /// Committed row of a layer, as the host has it.
-  const std::uint16_t* host_row(int l, int request, int position) const;
   int row_values() const { return row_; }
-  const SparseStats& stats() const { return stats_; }
+  const hisparse::CoordinatorStats& stats() const { return coordinator_->stats(); }
 
  private:
   struct Layer {
-    std::vector<std::uint16_t> host, device;          // [host rows, row], [requests * columns, row]
-    std::vector<std::vector<std::uint16_t>> staging;  // [requests]
+    std::vector<std::uint16_t> host, device;  // [host rows, row], [device rows, row]
   };
-  struct Round {
-    std::vector<int> rows;  // numbers of window rows
-    int requests = 0, steps = 0;
-    std::vector<std::int64_t> place;         // of each row: its entry in locs, in units of top_k
-    std::vector<std::int32_t> tokens, locs;  // [requests, steps, top_k]
-    std::vector<std::int32_t> seq_lens;      // [requests, steps]
-    std::vector<std::int32_t> slots;         // [requests]
-    std::vector<std::int64_t> miss_src;      // [requests, steps * top_k]
-    std::vector<std::int32_t> miss_dst, miss_count;
+  /// What an anchor selected for the open window: B requests of S steps, one step a window row.
+  struct Selection {
+    std::int64_t rounds = 0;
+    std::vector<std::int32_t> tokens, locs;        // [B, S, top_k]
+    std::vector<std::int32_t> seq_lens, round_of;  // [B, S]
   };
-  /// An anchor with its followers: one selection, one residency.
-  struct Group {
-    int anchor = 0;
-    std::vector<std::uint8_t> memory;
-    hisparse::SwapState state;
-    std::vector<Round> rounds;
-  };
-  hisparse::KvBuffers buffers(int l);
-  std::uint16_t* device_row(int l, std::int64_t loc) { return layers_[static_cast<std::size_t>(l)].device.data() + loc * row_; }
-  std::int64_t tail_loc(int request, int position) const { return std::int64_t{request} * (hot_ + tail_) + hot_ + position % tail_; }
-  std::int64_t host_place(int request, int position);
-  void set_tail_token(int request, int position, std::int32_t token);
+  std::size_t sparse(int l) const { return sparse_of_[static_cast<std::size_t>(l)]; }
+  std::size_t group(int l) const { return sparse(anchor_of_[static_cast<std::size_t>(l)]); }
+  hisparse::SwapInParams params(Selection& s);
 
-  const TargetConfig& config_;
-  int requests_, hot_, tail_, context_, top_k_, row_;
-  std::vector<Layer> layers_;          // [model layers], empty for KDA
-  std::vector<std::size_t> group_of_;  // [model layers]
-  std::vector<Group> groups_;
-  std::vector<std::int64_t> host_locs_;  // [requests, context]
-  std::vector<std::int64_t> free_pages_;
-  Window window_;
-  SparseStats stats_;
+  int top_k_, row_;
+  std::vector<int> anchor_of_;          // [model layers]
+  std::vector<std::size_t> sparse_of_;  // [model layers] the coordinator's number of a layer
+  std::vector<Layer> layers_;           // [sparse layers]
+  std::vector<Selection> selections_;   // [sparse layers], of anchors
+  std::unique_ptr<hisparse::Coordinator> coordinator_;
+  // The open window.
+  std::vector<std::int64_t> ids_, widths_, place_;  // [B], [B], [rows] a row's number among the B * S steps
+  std::vector<std::int32_t> slots_, ends_;          // [B], [rows] positions that a row sees
+  std::int64_t steps_ = 0;
+  std::vector<std::int32_t> masked_, answer_;  // [B, S, top_k]
 };
 
 }  // namespace specstate::runtime

@@ -92,12 +92,11 @@ void Target::prefill(int request, std::span<const int> tokens, bool last) {
   w.slots = {request};
   w.lens = {static_cast<int>(tokens.size())};
   w.starts = {n_of(request)};
+  sparse_.reserve(request, w.lens[0]);
   layers(w, tokens, true, true);
-  n_[at(request)] += static_cast<int>(tokens.size());
-  if (last) {
-    head(w.rows() - 1, 1);
-    sparse_.finish_prefill(request, n_of(request));
-  }
+  sparse_.append(request, w.lens[0]);
+  n_[at(request)] += w.lens[0];
+  if (last) head(w.rows() - 1, 1);
 }
 
 void Target::commit(const std::vector<int>& accept) {
@@ -280,20 +279,20 @@ void Target::mla(int l, const Window& w, bool prefill) {
   cpu::matmul(m.in, h_.data(), d, T, proj, P);
 
   Floats row(at(width));
-  std::vector<core::bfloat16> stored(at(width));
-  std::int64_t r = 0;
-  for (std::size_t b = 0; b < w.slots.size(); ++b)
-    for (int i = 0; i < w.lens[b]; ++i, ++r) {
-      const float* kv = proj + r * P + Q;
-      cpu::rms_norm(kv, m.kv_norm.data(), config_.rms_eps, row.data(), C);
-      std::copy_n(kv + C, Dr, row.begin() + C);
-      cpu::to_bfloat16(row.data(), stored.data(), width);
-      const auto* bits = reinterpret_cast<const std::uint16_t*>(stored.data());
-      if (prefill)
-        sparse_.stage(l, w.slots[b], bits);
-      else
-        sparse_.write(l, w.slots[b], w.starts[b] + i, bits);
-    }
+  stored_.resize(at(T * width));
+  for (std::int64_t r = 0; r < T; ++r) {
+    const float* kv = proj + r * P + Q;
+    cpu::rms_norm(kv, m.kv_norm.data(), config_.rms_eps, row.data(), C);
+    std::copy_n(kv + C, Dr, row.begin() + C);
+    cpu::to_bfloat16(row.data(), stored_.data() + r * width, width);
+  }
+  const auto* bits = reinterpret_cast<const std::uint16_t*>(stored_.data());
+  if (prefill) {
+    sparse_.stage(l, w.slots[0], w.starts[0], T, bits);
+  } else {
+    for (std::size_t b = 0; b < w.slots.size(); ++b)
+      for (int j = 0; j < w.lens[b]; ++j, bits += width) sparse_.write(l, w.slots[b], j, bits);
+  }
 
   const float scale = 1.0f / std::sqrt(static_cast<float>(Dn + Dr));
   for (std::int64_t h = 0; h < Hm; ++h) {
@@ -314,19 +313,19 @@ void Target::mla(int l, const Window& w, bool prefill) {
     cpu::parallel_for(T, 1, [&](std::int64_t begin, std::int64_t end) {
       std::vector<const std::uint16_t*> rows(at(K));
       for (std::int64_t t = begin; t < end; ++t) {
-        for (std::int32_t k = 0; k < counts_[at(t)]; ++k) rows[at(k)] = sparse_.staged(l, w.slots[0], selected_[at(t * K + k)]);
+        for (std::int32_t k = 0; k < counts_[at(t)]; ++k) rows[at(k)] = sparse_.host_row(l, w.slots[0], selected_[at(t * K + k)]);
         attend(l, t, counts_[at(t)], rows.data());
       }
     });
   } else {
     for (int round = 0; round < sparse_.rounds(l); ++round) {
       sparse_.enter_round(l, round);
-      const std::vector<int>& members = sparse_.rows_of(l, round);
+      const std::vector<int> members = sparse_.rows_of(l, round);
       cpu::parallel_for(static_cast<std::int64_t>(members.size()), 2, [&](std::int64_t begin, std::int64_t end) {
         std::vector<const std::uint16_t*> rows(at(K));
         for (std::int64_t i = begin; i < end; ++i) {
           const int t = members[at(i)];
-          sparse_.pointers(l, round, static_cast<int>(i), counts_[at(t)], rows.data());
+          sparse_.pointers(l, t, counts_[at(t)], rows.data());
           attend(l, t, counts_[at(t)], rows.data());
         }
       });

@@ -2,7 +2,7 @@
 // The hybrid target model of docs/model.md on the CPU, with the state of several requests.
 //
 // One forward runs the rows of several requests through all layers. Three ways, one arithmetic (a row's bits are the same in each):
-//   prefill  many certain tokens of one request; KDA advances in place, sparse-MLA rows wait in the staging area
+//   prefill  many certain tokens of one request; KDA advances in place, sparse-MLA rows go to the host
 //   decode   one certain token of each request; KDA advances in place
 //   verify   a window of proposed tokens of each request; nothing of the state changes until commit() says how many stand
 // decode and verify are followed by commit().
@@ -10,6 +10,7 @@
 #include <span>
 #include <vector>
 
+#include "core/numeric.hpp"
 #include "runtime/checkpoint.hpp"
 #include "runtime/sparse_kv.hpp"
 
@@ -41,7 +42,7 @@ class Target {
   /// The first accept[b] rows of the last forward's window stand (all of a decode). Then n_of(request) has grown by as much.
   void commit(const std::vector<int>& accept);
 
-  /// Appends certain tokens; logits() has one row, that of the last token, if `last` (which also ends the prefill); features() all.
+  /// Appends certain tokens; logits() has one row, that of the last token, if `last`; features() all.
   void prefill(int request, std::span<const int> tokens, bool last);
 
   /// Committed tokens of a request.
@@ -51,7 +52,7 @@ class Target {
   const float* features() const { return features_.data(); }
   int feature_width() const { return static_cast<int>(feature_layers_.size()) * config_.hidden; }
 
-  const SparseStats& sparse_stats() const { return sparse_.stats(); }
+  const hisparse::CoordinatorStats& sparse_stats() const { return sparse_.stats(); }
   KdaBytes kda_bytes() const;
   /// A hash of everything committed: KDA states, convolution windows, cached rows, index keys. Equal state, equal digest.
   std::uint64_t digest(int request) const;
@@ -89,6 +90,7 @@ class Target {
 
   // Activations of a forward, [rows, ...].
   Floats x_, h_, proj_, gate_, out_gate_, mixed_, query_, latent_, mlp_, act_, logits_, features_, final_;
+  std::vector<core::bfloat16> stored_;           // [rows, kv_lora_rank + rope_dim]
   std::vector<std::int32_t> selected_, counts_;  // of the last anchor: [rows, top_k], [rows]
 };
 

@@ -109,10 +109,10 @@ TEST(Matcher, StridesDevicesAndOverlap) {
   Checker check("op");
   TensorView broadcast = t;
   broadcast.strides[0] = 0;
-  EXPECT_THROW(check.arg("t", broadcast).no_self_overlap(), Error);
+  EXPECT_THROW(check.arg("t", broadcast).written(), Error);
   TensorView column_major = t;
   column_major.strides[0] = 1, column_major.strides[1] = 3;
-  check.arg("t", column_major).no_self_overlap();
+  check.arg("t", column_major).written();
   EXPECT_THROW(check.arg("t", column_major).inner_contiguous(1), Error);
   TensorView gpu = t;
   gpu.device = {DeviceType::kCuda, 1};
@@ -121,6 +121,46 @@ TEST(Matcher, StridesDevicesAndOverlap) {
   TensorView next(x + 12, DType::kFloat32, {3, 4});
   EXPECT_FALSE(may_overlap(t, next));
   EXPECT_TRUE(may_overlap(t, TensorView(x + 11, DType::kFloat32, {1})));
+}
+
+TEST(Matcher, OutputsShareMemoryWithNothing) {
+  float x[48];
+  const auto part = [&](int at) { return TensorView(x + at, DType::kFloat32, {3, 4}); };
+  const TensorView in = part(0), other_in = part(0), out = part(12), other_out = part(24), empty(x, DType::kFloat32, {0, 4});
+  const auto apart = [](auto&& arguments) {
+    return text_of([&] {
+      Checker check("op");
+      arguments(check);
+      check.outputs_apart();
+    });
+  };
+  // Inputs may share memory, an argument may be looked at twice, what is empty or not given touches nothing.
+  EXPECT_EQ(apart([&](Checker& c) {
+              c.arg("a", in).same_device();
+              c.arg("b", other_in).same_device();
+              c.arg("out", out).same_device().written();
+              c.arg("out", out).shape({3, 4});
+              c.arg("state", other_out).same_device();
+              c.arg("state", other_out).written();
+              c.arg("empty", empty).same_device().written();
+              c.arg("absent", TensorView{}).same_device().written();
+            }),
+            "");
+  EXPECT_EQ(apart([&](Checker& c) {
+              c.arg("a", part(2)).same_device();
+              c.arg("out", in).same_device().written();
+            }),
+            "op: out: expected memory of its own, got memory that overlaps a.");
+  EXPECT_EQ(apart([&](Checker& c) {
+              c.arg("out", in).same_device().written();
+              c.arg("a", part(11)).same_device();
+            }),
+            "op: out: expected memory of its own, got memory that overlaps a.");
+  EXPECT_EQ(apart([&](Checker& c) {
+              c.arg("first", in).same_device().written();
+              c.arg("second", part(5)).same_device().written();
+            }),
+            "op: second: expected memory of its own, got memory that overlaps first.");
 }
 
 TEST(Matcher, ViewsWovenIntoOneBufferDoNotOverlap) {

@@ -13,6 +13,7 @@
 #include <map>
 #include <numeric>
 #include <random>
+#include <span>
 #include <sstream>
 #include <string>
 
@@ -20,6 +21,7 @@
 #include "runtime/auto.hpp"
 #include "runtime/decode.hpp"
 #include "runtime/kernels.hpp"
+#include "runtime/safetensors.hpp"
 #include "runtime/sampler.hpp"
 #include "runtime/select.hpp"
 #include "runtime/synthetic.hpp"
@@ -357,6 +359,24 @@ TEST(Engine, DamagedModelsAreRefused) {
               std::filesystem::resize_file(folder + "/dspark/model.safetensors", 4);
             }).find("/dspark/model.safetensors: expected at least 8 bytes"),
             std::string::npos);
+  // A weight that is no number is found where it is, not in what it spoils.
+  const auto spoil = [&](const std::string& file, const std::string& tensor, std::size_t at, std::string bits) {
+    return refusal([&] {
+      std::string weights = slurp(folder + file);
+      const SafetensorsIndex index = parse_safetensors(std::as_bytes(std::span(weights)), file);
+      weights.replace(index.data_begin + index.tensors.at(tensor).begin + at * bits.size(), bits.size(), bits);
+      spill(folder + file, weights);
+    });
+  };
+  const std::string nan16("\xC0\x7F", 2), infinity16("\x80\xFF", 2), nan32("\x01\x00\x80\x7F", 4);
+  EXPECT_EQ(spoil("/model.safetensors", "model.layers.1.mlp.up_proj.weight", 5, nan16),
+            folder + "/model.safetensors: tensor 'model.layers.1.mlp.up_proj.weight': expected finite numbers, got nan at element 5.");
+  EXPECT_EQ(spoil("/model.safetensors", "model.norm.weight", 31, infinity16),
+            folder + "/model.safetensors: tensor 'model.norm.weight': expected finite numbers, got infinity at element 31.");
+  EXPECT_EQ(spoil("/model.safetensors", "model.layers.0.self_attn.A_log", 0, nan32),
+            folder + "/model.safetensors: tensor 'model.layers.0.self_attn.A_log': expected finite numbers, got nan at element 0.");
+  EXPECT_EQ(spoil("/dspark/model.safetensors", "confidence.bias", 0, nan32),
+            folder + "/dspark/model.safetensors: tensor 'confidence.bias': expected finite numbers, got nan at element 0.");
   // A configuration that asks for other sizes than the file holds: the tensor is named, and nothing of that size is allocated.
   std::string config = slurp(model_folder() + "/config.json");
   config.replace(config.find("\"hidden_size\": 32"), 17, "\"hidden_size\": 1000000");

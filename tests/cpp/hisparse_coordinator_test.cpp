@@ -335,12 +335,14 @@ struct Machine : Fixture {
       ASSERT_EQ(q.length, c->length(r));
       const bool has_rows = q.state == RequestState::kActive || q.state == RequestState::kVerifying;
       live += has_rows;
+      if (q.state == RequestState::kFree) ASSERT_TRUE(c->host_pages(r).empty());
       for (i64 p = 0; p < config.context; ++p) {  // host: complete up to the length, nothing beyond
         const i64 h = host_locs[r * config.context + p];
         ASSERT_EQ(p < q.length, h >= 0);
         if (h < 0) continue;
         ASSERT_TRUE(host_used.insert(h).second);
         ASSERT_EQ(h, c->host_row(r, p));
+        ASSERT_EQ(h, c->host_pages(r)[at(p / config.page_size)] * config.page_size + p % config.page_size);
         for (i64 l = 0; l < kLayers; ++l) ASSERT_TRUE(holds(host, host_v, l, h, q.content[at(l)][at(p)]));
       }
       for (i64 anchor_layer : {0, 2, 4}) {

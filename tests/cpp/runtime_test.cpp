@@ -164,6 +164,8 @@ TEST(Config, TargetRefusals) {
   EXPECT_EQ(refused("\"kda_layers\":[1]", "\"kda_layers\":[1,2]"),
             "c: linear_attn_config: kda_layers and full_attn_layers: expected every layer in exactly one of the two, got layer 2 in both, "
             "or twice.");
+  EXPECT_EQ(refused("\"full_attn_layers\":[2,3]", "\"full_attn_layers\":[]"),
+            "c: linear_attn_config: full_attn_layers: expected at least one layer (the engine runs hybrid models), got none.");
   EXPECT_EQ(refused("\"index_anchor_layers\":[1]", "\"index_anchor_layers\":[0]"),
             "c: index_anchor_layers: expected sparse-MLA layers (0-based), got the KDA layer 0.");
   EXPECT_EQ(refused("\"index_anchor_layers\":[1]", "\"index_anchor_layers\":[2]"),

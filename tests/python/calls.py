@@ -129,13 +129,112 @@ def fused_norm_rope_stacked(t=3, layers=2, n=1, d=8):
     }  # fmt: skip
 
 
+def reset_swap_state():
+    return {"state": swap_in()["state"], "requests": np.array([0], np.int32)}
+
+
+def swap_in_single():
+    call = load_cache_to_device_buffer_mla()
+    out = call.pop("top_k_device_locs")
+    return {**{k: x for k, x in call.items() if isinstance(x, np.ndarray)}, "out": out}
+
+
+def load_blocks_to_device_buffer_mha(size=2):
+    call = load_cache_to_device_buffer_mla()
+    hosts, devices = call.pop("host_cache"), call.pop("device_buffer")
+    tokens = call.pop("top_k_tokens")
+    call.pop("num_top_k")
+    return {
+        **call, "top_k_blocks": np.ascontiguousarray(tokens[:, :2] // size), "host_cache_k": hosts, "host_cache_v": hosts[::-1].copy(),
+        "device_buffer_k": devices, "device_buffer_v": devices.copy(), "sparse_block_size": size,
+    }  # fmt: skip
+
+
+def replay_plan():
+    call = copy_cache_planned_mla()
+    del call["item_size_bytes"]
+    return call
+
+
+def commit_kda_replayssm_spec():
+    call = fold()
+    rings = dict(zip(("rawv_cache", "rawk_cache", "gk_cache", "beta_cache"), call["rings"], strict=True))
+    return {
+        "checkpoint_state": call["state"], **rings, "ssm_state_indices": call["slots"], "accept_lens": call["accept"], "max_cache_len": 3,
+        "num_k_heads": 1, "null_block_id": -1,
+    }  # fmt: skip
+
+
+def commit_kda_replayssm_spec_all_layers():
+    call = commit_kda_replayssm_spec()
+    layered = ("checkpoint_state", "rawv_cache", "rawk_cache", "gk_cache", "beta_cache")
+    return {k: np.stack([x, x]) if k in layered else x for k, x in call.items()}
+
+
+def fused_kda_decode_mtp_dspark(n=2, w=2, h=1, d=128):
+    _, r = _random(11)
+    t = n * w
+    wide = {k: r(1, t, h, d) for k in ("x_q", "x_k", "x_v", "g", "onorm_gate", "out")}
+    taps = {"w_" + k: r(h * d, 4) for k in "qkv"}
+    windows = {"cs_" + k: r(n, h * d, 3) for k in "qkv"}
+    after = {"intermediate_conv_" + k: r(n, w, h * d, 3) for k in "qkv"}
+    return {
+        **wide, **taps, **windows, **after, "beta": r(1, t, h), "A_log": r(h), "dt_bias": r(h * d), "recurrent_state": r(n, h, d, d),
+        "intermediate_ssm": r(n, w, h, d, d), "intermediate_state_indices": np.arange(n, dtype=np.int32),
+        "ssm_state_indices": np.arange(n, dtype=np.int32), "cu_seqlens": np.arange(0, t + 1, w, dtype=np.int32), "lower_bound": -5.0,
+        "onorm_weight": r(d), "onorm_eps": 1e-5,
+    }  # fmt: skip
+
+
+def fused_sigmoid_gating_delta_rule_update(n=2, t=4, h=1, d=64):
+    _, r = _random(12)
+    return {
+        "A_log": r(h), "a": r(1, t, h * d), "dt_bias": r(h * d), "softplus_beta": 1.0, "softplus_threshold": 20.0, "q": r(1, t, h, d),
+        "k": r(1, t, h, d), "v": r(1, t, h, d), "b": r(1, t, h), "initial_state_source": r(n, h, d, d),
+        "initial_state_indices": np.arange(n, dtype=np.int32), "cu_seqlens": np.array([0, 2, 4], np.int32), "is_kda": True, "out": r(1, t, h, d),
+    }  # fmt: skip
+
+
+def cutedsl_fused_sigmoid_gating_kda_update(n=2, h=1, d=64):
+    _, r = _random(13)
+    return {
+        "A_log": r(h), "dt_bias": r(h * d), "q": r(n, 1, h, d), "k": r(n, 1, h, d), "v": r(n, 1, h, d), "a": r(n, h * d), "b": r(n, h),
+        "initial_state_source": r(n, h, d, d), "initial_state_indices": np.arange(n, dtype=np.int32), "out": r(n, 1, h, d),
+    }  # fmt: skip
+
+
+def transfer_paged():
+    rng, _ = _random(14)
+    pages = rng.integers(0, 255, (2, 1, 37440)).astype(np.uint8)
+    return {"src": pages[0], "dst": pages[1], "src_indices": np.array([1, 5]), "dst_indices": np.array([0, 63])}
+
+
+def load_cache_to_device_buffer_dsv4_mla():
+    call = load_cache_to_device_buffer_mla()
+    return {**call, "host_cache": np.ones((1, 37440), np.uint8), "device_buffer": np.zeros((1, 37440), np.uint8), "item_size_bytes": 584}
+
+
+_PAGES = np.zeros((2, 37440), np.uint8)  # outlive the calls that know only their addresses
+
+
+def transfer_cache_dsv4_mla():
+    at = [np.array([page.ctypes.data], np.uint64) for page in _PAGES]
+    return {"src_ptrs": at[0], "dst_ptrs": at[1], "src_indices": np.array([1, 5]), "dst_indices": np.array([0, 63])}
+
+
+# What may be mutated at random.
 CALLS = {
     f.__name__: f
     for f in (
         verify_greedy, verify_rejection, plan_verify_lengths, swap_in, load_cache_to_device_buffer_spec_mla, load_cache_to_device_buffer_mla,
-        copy_cache_planned_mla, decode, verify, fold, rollback_conv_windows, materialize_into_pool, fused_norm_rope_stacked,
+        copy_cache_planned_mla, decode, verify, fold, rollback_conv_windows, materialize_into_pool, fused_norm_rope_stacked, reset_swap_state,
+        swap_in_single, load_blocks_to_device_buffer_mha, replay_plan, commit_kda_replayssm_spec, commit_kda_replayssm_spec_all_layers,
+        fused_kda_decode_mtp_dspark, fused_sigmoid_gating_delta_rule_update, cutedsl_fused_sigmoid_gating_kda_update, transfer_paged,
+        load_cache_to_device_buffer_dsv4_mla,
     )
 }  # fmt: skip
+# And what takes addresses on trust.
+ALL_CALLS = {**CALLS, "transfer_cache_dsv4_mla": transfer_cache_dsv4_mla}
 
 
 def operation(name):

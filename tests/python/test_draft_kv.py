@@ -292,7 +292,7 @@ ERRORS = [
     (put("pool_list", lambda p: [p.pool_list[0], p.pool_list[0]]), "v_pool: expected memory of its own, got memory that overlaps k_pool."),
     (put("pool_list", lambda p: [np.zeros((2, 32, 2, 8), np.int32), p.pool_list[1]]), "k_pool: expected dtype float32 or bfloat16 or float16 or float8_e4m3fn or uint8, got int32."),
     (put("pool_list", lambda p: [p.pool_list[0], p.pool_list[1][:, :31]]), "v_pool: expected shape [2, slots=32, N=2, Dv], got (2, 31, 2, 8)."),
-    (put("hidden", lambda p: p.pool_list[0].reshape(-1)[: 6 * 24].reshape(6, 24)), "k_pool: expected memory of its own, got memory that overlaps an input."),
+    (put("hidden", lambda p: p.pool_list[0].reshape(-1)[: 6 * 24].reshape(6, 24)), "k_pool: expected memory of its own, got memory that overlaps ctx_hidden."),
     (put("weight", lambda p: draft_kv.KvProjection(p.weight[:, :, :20])), "ctx_hidden: expected shape [T, hidden=20], got (6, 24)."),
     (put("weight", lambda p: draft_kv.KvProjection(p.weight[:, :30])), "projection: expected N*D + N*Dv = 32 rows a layer, got 30."),
 ]  # fmt: skip

@@ -93,7 +93,8 @@ def test_residency_never_changes_a_bit(mode):
     prompt = max(PROMPTS, key=lambda p: p.stat().st_size)
     reports = [generate("--prompt-file", prompt, "--mode", mode, "--max-new-tokens", 64, "--hot-slots", h) for h in (64, 96, 4096)]
     assert same(reports[0], reports[1]) and same(reports[0], reports[2])
-    assert reports[0]["hisparse"]["misses"] > reports[1]["hisparse"]["misses"] > reports[2]["hisparse"]["misses"] > 0
+    misses = [r["hisparse"]["misses"] for r in reports]
+    assert misses[0] > misses[1] > misses[2] == 0  # what fits was resident from the prefill on
 
 
 @pytest.mark.parametrize("mode", ["plain", "dspark"])

@@ -97,10 +97,10 @@ SPEC_CASES = {
     "output shape": (lambda a: dict(top_k_device_locs=wide((2, 2, 5))), SPEC_OP + "top_k_device_locs: expected shape [B=2, S=2, K=4], got (2, 2, 5).", ValueError),
     "output dtype": (lambda a: dict(top_k_device_locs=wide((2, 2, 4), np.int64)), SPEC_OP + "top_k_device_locs: expected dtype int32, got int64.", ValueError),
     "output is a table": (lambda a: dict(top_k_device_locs=a["device_buffer_locs"].reshape(-1)[:16].reshape(2, 2, 4)), SPEC_OP + "top_k_device_locs: expected memory of its own, got memory that overlaps device_buffer_locs.", ValueError),
-    "output is state": (lambda a: dict(top_k_device_locs=a["state"].scratch_state[1:].reshape(-1)[:16].reshape(2, 2, 4)), SPEC_OP + "top_k_device_locs: expected memory of its own, got memory that overlaps state.scratch_state.", ValueError),
+    "output is state": (lambda a: dict(top_k_device_locs=a["state"].scratch_state[1:].reshape(-1)[:16].reshape(2, 2, 4)), SPEC_OP + "state.scratch_state: expected memory of its own, got memory that overlaps top_k_device_locs.", ValueError),
     "device is host": (lambda a: dict(device_buffer=a["host_cache"]), SPEC_OP + "device_buffer: expected memory of its own, got memory that overlaps host_cache.", ValueError),
-    "no state": (lambda a: dict(state=None), SPEC_OP + "state: expected a HiSparseSpecState, got NoneType.", ValueError),
-    "short state": (lambda a: dict(state=tuple(a["state"])[:3]), SPEC_OP + "state: expected a HiSparseSpecState, got tuple.", ValueError),
+    "no state": (lambda a: dict(state=None), SPEC_OP + "state: expected a HiSparseSpecState of 4 arrays, got NoneType.", ValueError),
+    "short state": (lambda a: dict(state=tuple(a["state"])[:3]), SPEC_OP + "state: expected a HiSparseSpecState of 4 arrays, got tuple of 3.", ValueError),
     "output overlap": (lambda a: dict(top_k_device_locs=a["top_k_tokens"]), SPEC_OP + "top_k_device_locs: expected memory of its own, got memory that overlaps top_k_tokens.", ValueError),
     "index dtype": (lambda a: dict(state=state_with(a, cache_index=lambda x: x.astype(np.int32))), SPEC_OP + "state.cache_index: expected dtype int64, got int32.", ValueError),
     "policy dtype": (lambda a: dict(state=state_with(a, cache_policy=lambda x: x.astype(np.int64))), SPEC_OP + "state.cache_policy: expected dtype int32, got int64.", ValueError),
@@ -183,7 +183,7 @@ def strict_arguments(**kwargs):
 
 
 def test_strict_enforces_the_limits_of_sglangs_kernel():
-    assert list(inspect.signature(SPEC).parameters)[-1] == "strict_sglang"
+    assert list(inspect.signature(SPEC).parameters)[-2:] == ["strict_sglang", "stream"]
     ok = strict_arguments(steps=2, top_k=1024, hot=2048, requests=1, scratch=8)
     SPEC(**ok)
     refused(SPEC, strict_arguments(top_k=1023, hot=2048, requests=1), "HiSparse speculative swap requires top_k >= 1024.")
@@ -268,7 +268,7 @@ SINGLE_CASES = {
     "item size -1": (lambda a: dict(item_size_bytes=-1), SINGLE_OP + "item_size_bytes: expected >= 1, got -1.", ValueError),
     "top-k -1": (lambda a: dict(num_top_k=-1), SINGLE_OP + "num_top_k: expected >= 0, got -1.", ValueError),
     "hot -1": (lambda a: dict(hot_buffer_size=-1), "hot_buffer_size (-1) must be >= num_top_k (4)", ValueError),
-    "block size kind": (lambda a: dict(block_size=2.5), SINGLE_OP + "block_size: expected 1 to 1024, got 2.5.", ValueError),
+    "block size kind": (lambda a: dict(block_size=2.5), "block_size: expected an integer, got float 2.5.", TypeError),
     "item size 0": (lambda a: dict(item_size_bytes=0), SINGLE_OP + "item_size_bytes: expected >= 1, got 0.", ValueError),
     "block size": (lambda a: dict(block_size=1025), SINGLE_OP + "block_size: expected 1 to 1024, got 1025.", ValueError),
     "block size 0": (lambda a: dict(block_size=0), SINGLE_OP + "block_size: expected 1 to 1024, got 0.", ValueError),
@@ -426,36 +426,3 @@ def test_transfer_refusals():
         call(ptr, ptr, i, i, 0)
     with pytest.raises(ValueError, match=r"transfer_paged: src\[0\]: expected whole DSv4 pages of 37440 bytes, got 37439 bytes\."):
         hisparse.transfer_paged(page[0, 1:], page, i, i)
-
-
-# ----------------------------------------------------------------------------------------------------------- signatures
-
-SIGNATURES = {
-    # sglang 0.5.23, sglang.kernels.ops.kvcache.hisparse: (name, keyword-only, default), then our keyword-only extras
-    "load_cache_to_device_buffer_spec_mla": (
-        [], ["top_k_tokens", "device_buffer_tokens", "host_cache_locs", "device_buffer_locs", "host_cache", "device_buffer", "top_k_device_locs",
-             "req_pool_indices", "seq_lens", "state", "num_real_reqs", "miss_src=None", "miss_dst=None", "miss_count=None", "strict_sglang=None"]),
-    "load_cache_to_device_buffer_mla": (
-        ["top_k_tokens", "device_buffer_tokens", "host_cache_locs", "device_buffer_locs", "host_cache", "device_buffer", "top_k_device_locs",
-         "req_pool_indices", "seq_lens", "lru_slots", "item_size_bytes", "num_top_k", "hot_buffer_size", "page_size=1", "block_size=256",
-         "num_real_reqs=None", "miss_src=None", "miss_dst=None", "miss_count=None", "skip_io=False"], []),
-    "load_blocks_to_device_buffer_mha": (
-        ["top_k_blocks", "device_buffer_tokens", "host_cache_locs", "device_buffer_locs", "host_cache_k", "host_cache_v", "device_buffer_k",
-         "device_buffer_v", "top_k_device_locs", "req_pool_indices", "seq_lens", "lru_slots", "item_size_bytes", "hot_buffer_size",
-         "sparse_block_size", "page_size=1", "block_size=256", "num_real_reqs=None", "skip_io=False"], []),
-    "copy_cache_planned_mla": (
-        [], ["miss_src", "miss_dst", "miss_count", "num_real_reqs", "host_cache", "device_buffer", "item_size_bytes", "num_blocks=4",
-             "block_size=1024", "is_dsv4_layout=False", "skip_io=False"]),
-    "transfer_cache_dsv4_mla": (["src_ptrs", "dst_ptrs", "src_indices", "dst_indices", "block_size=1024"], []),
-}
-SIGNATURES["load_cache_to_device_buffer_dsv4_mla"] = SIGNATURES["load_cache_to_device_buffer_mla"]
-
-
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_signatures(name):
-    positional, keyword = [], []
-    for p in inspect.signature(getattr(hisparse, name)).parameters.values():
-        text = p.name if p.default is p.empty else f"{p.name}={p.default}"
-        (keyword if p.kind is p.KEYWORD_ONLY else positional).append(text)
-    assert (positional, keyword) == SIGNATURES[name]
-    assert hisparse.HiSparseSpecState._fields == ("cache_index", "cache_policy", "scratch_locs", "scratch_state")

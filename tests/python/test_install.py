@@ -59,3 +59,16 @@ def test_everything_is_installed(prefix):
     assert "bin/specstate" in names and "share/doc/specstate/LICENSE" in names
     for path in (ROOT / "models").rglob("*.safetensors"):
         assert f"share/specstate/{path.relative_to(ROOT)}" in names
+
+
+@pytest.mark.parametrize("cuda, status", [("ON", 1), ("AUTO", 0), ("OFF", 0)])
+def test_cuda_where_no_nvcc_is(tmp_path, cuda, status):
+    """AUTO builds for the CPU; ON says what is missing."""
+    done = subprocess.run(
+        ["cmake", "-G", "Ninja", "-S", ROOT, "-B", tmp_path, f"-DSPECSTATE_CUDA={cuda}", "-DSPECSTATE_NVCC=FALSE", "-DSPECSTATE_CLI=OFF"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == status, done.stderr
+    if status:
+        assert "SPECSTATE_CUDA: expected nvcc in PATH" in " ".join(done.stderr.split())
+    assert "CUDA backend:" not in done.stdout

@@ -22,6 +22,8 @@ import sys
 import types
 from typing import NamedTuple
 
+from .._arguments import flag
+
 __all__ = ["install", "installed", "plugin", "uninstall"]
 
 _log = logging.getLogger(__name__)
@@ -211,9 +213,9 @@ def _swap(old, new):
 def _chosen(only):
     if only is None:
         return _TARGETS
-    names = [n.strip() for n in only.split(",")] if isinstance(only, str) else list(only)
+    names = [n.strip() for n in only.split(",")] if isinstance(only, str) else list(only) if hasattr(only, "__iter__") else [only]
     known = {*_FAMILIES, *(t.name for t in _TARGETS)}
-    for name in names:
+    for name in names or [None]:
         if name not in known:
             raise ValueError(f"install: only: expected families or functions among {', '.join(sorted(known))}, got {name!r}.")
     return tuple(t for t in _TARGETS if t.family in names or t.name in names)
@@ -247,7 +249,7 @@ def install(only=None, strict=False):
     Functions that this tree of sglang lacks are left out, with a log line; ImportError if sglang is not installed or has none of
     them; ValueError for an unknown name. A second call replaces the first.
     """
-    targets = _chosen(only)
+    targets, strict = _chosen(only), flag("strict", strict)
     if importlib.util.find_spec("sglang") is None:
         raise ImportError("specstate.sglang: sglang is not installed in this Python; there is nothing to replace")
     uninstall()
@@ -261,7 +263,7 @@ def install(only=None, strict=False):
         if isinstance(ours, type):
             replacement = _replacement_class(target, ours, original)
         else:
-            options = {"strict_sglang": bool(strict)} if target.name == "load_cache_to_device_buffer_spec_mla" else {}
+            options = {"strict_sglang": strict} if target.name == "load_cache_to_device_buffer_spec_mla" else {}
             replacement = _replacement(target, ours, original, options)
         done[target.name] = _swap(original, replacement)
         _swaps.append((original, replacement))

@@ -1,0 +1,134 @@
+// KDA on CUDA: from the arguments to the form of a kernel and its launch.
+#include <algorithm>
+#include <initializer_list>
+
+#include "kda/cuda/backend.hpp"
+#include "kda/cuda/fold.cuh"
+#include "kda/cuda/verify.cuh"
+
+namespace specstate::kda::cuda {
+
+namespace launching = specstate::cuda;
+
+Forced& forced() {
+  static Forced f;
+  return f;
+}
+
+namespace {
+
+/// Whether quads may be accessed as a whole: the pointer and the given strides are multiples of four elements, the dense one is 1.
+void note(Array& a, std::initializer_list<int> strides, int dense) {
+  if (!a) return;
+  const std::int64_t size = a.bf16 ? 2 : 4;
+  a.vec = reinterpret_cast<std::uintptr_t>(a.data) % static_cast<std::uintptr_t>(4 * size) == 0 && a.stride[dense] == 1;
+  for (int i : strides) a.vec = a.vec && a.stride[i] % 4 == 0;
+}
+
+/// [.., C, 3] with `channel` the dimension of C.
+void note_window(Array& a, int channel) {
+  if (!a) return;
+  note(a, {}, channel);
+  const std::int64_t c = a.stride[channel], tap = a.stride[channel + 1];
+  a.layout = c == 1 && tap % 4 == 0 ? Array::kTapRows : c == 3 && tap == 1 ? Array::kInterleaved : Array::kAny;
+  a.vec = reinterpret_cast<std::uintptr_t>(a.data) % (a.bf16 ? 8u : 16u) == 0 && a.layout != Array::kAny;
+  for (int i = 0; i < channel; ++i) a.vec = a.vec && a.stride[i] % 4 == 0;
+}
+
+void note_rings(Array& rawv, Array& rawk, Array& g, bool scalar_gate, bool layers) {
+  if (layers) {
+    note(rawv, {0, 1, 2, 3}, 4), note(rawk, {0, 1, 2, 3}, 4);
+    if (!scalar_gate) note(g, {0, 1, 2, 3}, 4);
+  } else {
+    note(rawv, {0, 1, 2}, 3), note(rawk, {0, 1, 2}, 3);
+    if (!scalar_gate) note(g, {0, 1, 2}, 3);
+  }
+}
+
+VerifyCall noted(const VerifyCall& call) {
+  VerifyCall a = call;
+  for (Channel* c : {&a.q, &a.k, &a.v}) {
+    note(c->x, {0, 1}, 2);
+    note(c->weight, {}, 1);
+    c->weight.vec = c->weight.vec && c->weight.stride[0] == 4;
+    note_window(c->window, 1);
+    note_window(c->windows, 2);
+  }
+  if (!a.scalar_gate) note(a.g, {0, 1}, 2), note(a.dt_bias, {0}, 1);
+  note(a.gate, {0, 1}, 2), note(a.norm_weight, {}, 0), note(a.out, {0, 1}, 2);
+  note_rings(a.rawv, a.rawk, a.ring_g, a.scalar_gate, false);
+  note(a.snapshots, {0, 1, 2}, 4);
+  return a;
+}
+
+/// May every quad that a verify touches be accessed as a whole?
+bool all_vec(const VerifyCall& a) {
+  const auto ok = [](std::initializer_list<const Array*> arrays) {
+    return std::all_of(arrays.begin(), arrays.end(), [](const Array* x) { return !*x || x->vec; });
+  };
+  bool vec = ok({&a.out, &a.gate, &a.norm_weight, &a.rawv, &a.rawk, &a.snapshots});
+  if (!a.scalar_gate) vec = vec && ok({&a.g, &a.dt_bias, &a.ring_g});
+  for (const Channel* c : {&a.q, &a.k, &a.v}) vec = vec && ok({&c->x, &c->weight, &c->window, &c->windows});
+  return vec;
+}
+
+unsigned blocks(std::int64_t n) { return launching::blocks_for(n, 1); }
+
+}  // namespace
+
+void run(const VerifyArgs& args, Stream stream) {
+  VerifyCall a = noted(args);
+  const launching::DeviceInfo& device = launching::device_info();
+  if (a.N == 0) {
+    if (a.T > 0) clear(a, stream);
+    return;
+  }
+  // No request has more tokens than this.
+  const std::int64_t longest = std::min({a.T, a.steps, a.cu ? a.T : a.T / a.N});
+  const bool tree = static_cast<bool>(a.parents);
+  if (tree) a.steps = std::min<std::int64_t>(a.steps, kMaxTree);
+  Form f = {a.out.bf16, a.state.bf16, static_cast<int>(a.K), static_cast<int>(a.V / kRowUnit), !tree && all_vec(a), false};
+  const bool splits = f.plain && f.act_bf16 && !f.state_bf16 && a.K == 128;
+  f.frozen = splits && !a.exact && !a.snapshots && !a.update_state && longest <= kMaxBlock;
+  if (forced().frozen >= 0) f.frozen = f.frozen && forced().frozen;
+  if (splits && device.major >= 9) {
+    const std::int64_t items = a.N * a.HV;
+    while (f.rows > 1 && items * (a.V / kRowUnit / f.rows) * 2 <= device.multiprocessors) f.rows /= 2;
+    if (forced().rows) f.rows = std::min(f.rows, forced().rows);
+  }
+  const int parts = static_cast<int>(a.V) / (kRowUnit * f.rows);
+  const int block = static_cast<int>(tree ? std::min(longest, a.columns) : std::min<std::int64_t>(longest, kMaxBlock));
+  VerifyKernel kernel = splits ? verify_split(f) : f.plain ? verify_plain(f) : VerifyKernel{};
+  if (!kernel.run) kernel = f.act_bf16 ? verify_bf16(f) : verify_float(f);
+  launching::launch(kernel.run,
+                    {.grid = blocks(a.N * a.HV * parts),
+                     .block = kThreads,
+                     .shared = kernel.bytes(block),
+                     .cluster = static_cast<unsigned>(parts),
+                     .overlap = forced().overlap},
+                    stream, a, block, parts);
+  if (a.update_windows) advance_windows(a, stream);
+}
+
+void run(const FoldArgs& args, Stream stream) {
+  FoldCall a = args;
+  if (a.N == 0 || a.layers == 0) return;
+  note_rings(a.rawv, a.rawk, a.ring_g, a.scalar_gate, true);
+  Form f = {a.rawv.bf16, a.state.bf16, static_cast<int>(a.K), static_cast<int>(a.V / kRowUnit), false, false};
+  const std::int64_t items = a.layers * a.N * a.HV;
+  while (f.rows > 2 && items * (a.V / kRowUnit / f.rows) * 2 <= launching::device_info().multiprocessors) f.rows /= 2;
+  if (forced().rows) f.rows = std::max(2, std::min(f.rows, forced().rows));
+  const int parts = static_cast<int>(a.V) / (kRowUnit * f.rows);
+  const std::size_t shared = fold_bytes(f.rows, f.K, f.state_bf16 ? 2 : 4);
+  launching::launch(fold_form(f), {.grid = blocks(items * parts), .block = kThreads, .shared = shared, .overlap = forced().overlap}, stream,
+                    a, parts);
+}
+
+void run(const RollbackArgs& args, Stream stream) {
+  RollbackCall a = args;
+  if (a.N == 0 || a.channels == 0) return;
+  note_window(a.pool, 1), note_window(a.windows, 2);
+  rollback(a, stream);
+}
+
+}  // namespace specstate::kda::cuda

@@ -1,0 +1,19 @@
+// bfloat16 activations, any strides, trees; see backend.hpp.
+#include "kda/cuda/backend.hpp"
+#include "kda/cuda/verify.cuh"
+
+namespace specstate::kda::cuda {
+
+VerifyKernel verify_bf16(const Form& f) {
+  if (f.state_bf16) {
+    if (f.K == 128)
+      return f.rows == 8 ? verify_form<bfloat16, bfloat16, 128, 8, false, false>()
+                         : verify_form<bfloat16, bfloat16, 128, 4, false, false>();
+    return f.rows == 8 ? verify_form<bfloat16, bfloat16, 64, 8, false, false>() : verify_form<bfloat16, bfloat16, 64, 4, false, false>();
+  }
+  if (f.K == 128)
+    return f.rows == 8 ? verify_form<bfloat16, float, 128, 8, false, false>() : verify_form<bfloat16, float, 128, 4, false, false>();
+  return f.rows == 8 ? verify_form<bfloat16, float, 64, 8, false, false>() : verify_form<bfloat16, float, 64, 4, false, false>();
+}
+
+}  // namespace specstate::kda::cuda

@@ -1,0 +1,644 @@
+// KDA on a GPU: against the CPU backend within the tolerances of the specification, and against itself bit for bit.
+#include <cuda_runtime.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <numeric>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "core/numeric.hpp"
+#include "kda/cuda/backend.hpp"
+#include "specstate/kda.hpp"
+
+using namespace specstate;
+using namespace specstate::kda;
+using core::bfloat16;
+
+namespace {
+
+#define SPECSTATE_CUDA_OK(call) ASSERT_EQ((call), cudaSuccess) << cudaGetErrorString(cudaGetLastError())
+
+/// A tensor on both sides; what is between its rows (pitches) is poisoned like everything that a call writes.
+struct Buffer {
+  std::vector<unsigned char> host;
+  unsigned char* device = nullptr;
+  TensorView shape;  // without a pointer
+
+  Buffer() = default;
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  ~Buffer() { cudaFree(device); }
+
+  void make(DType dtype, std::initializer_list<std::int64_t> sizes, std::int64_t pitch = 0) {
+    shape = TensorView(nullptr, dtype, sizes);
+    if (pitch) shape.strides[0] = pitch;
+    std::int64_t last = 0;
+    for (int i = 0; i < shape.ndim; ++i) {
+      if (shape.sizes[i] == 0) return;
+      last += (shape.sizes[i] - 1) * shape.strides[i];
+    }
+    host.assign(static_cast<std::size_t>((last + 1) * size_of(dtype)), 0xFF);  // NaN, -1
+    cudaMalloc(&device, host.size());
+    upload();
+  }
+  void upload() { cudaMemcpy(device, host.data(), host.size(), cudaMemcpyHostToDevice); }
+  void download() { cudaMemcpy(host.data(), device, host.size(), cudaMemcpyDeviceToHost); }
+  void poison() {
+    std::fill(host.begin(), host.end(), 0xFF);
+    upload();
+  }
+  TensorView view(bool gpu) const {
+    TensorView t = shape;
+    if (!t.given()) return t;
+    t.data = gpu ? static_cast<void*>(device) : const_cast<unsigned char*>(host.data());
+    t.device = {gpu ? DeviceType::kCuda : DeviceType::kCpu, 0};
+    return t;
+  }
+  float at(std::size_t i) const {
+    if (shape.dtype == DType::kBFloat16) return core::to_float(reinterpret_cast<const bfloat16*>(host.data())[i]);
+    return reinterpret_cast<const float*>(host.data())[i];
+  }
+  void set(std::size_t i, float x) {
+    if (shape.dtype == DType::kBFloat16)
+      reinterpret_cast<bfloat16*>(host.data())[i] = core::from_float<bfloat16>(x);
+    else
+      reinterpret_cast<float*>(host.data())[i] = x;
+  }
+  std::size_t count() const { return host.size() / static_cast<std::size_t>(size_of(shape.dtype)); }
+};
+
+struct Options {
+  unsigned seed = 1;
+  std::int64_t H = 2, G = 1, K = 128, V = 128;
+  std::vector<int> lens = {8, 8, 8};
+  bool act_bf16 = true, state_bf16 = false, scalar_gate = false, safe = true, norm = true, conv = true, wide = false, tap_rows = false;
+  bool snapshots = false, rings = true;
+  int null_row = -1;                  // this request is padding
+  std::vector<std::int32_t> parents;  // [N, longest]
+  std::string name() const {
+    std::string s = "H" + std::to_string(H) + " G" + std::to_string(G) + " K" + std::to_string(K) + " V" + std::to_string(V) + " lens";
+    for (int n : lens) s += " " + std::to_string(n);
+    return s + (act_bf16 ? " bf16" : " f32") + (state_bf16 ? " state16" : "") + (scalar_gate ? " gdn" : "") + (safe ? "" : " softplus") +
+           (norm ? "" : " nonorm") + (conv ? "" : " noconv") + (tap_rows ? " taprows" : "") + (parents.empty() ? "" : " tree");
+  }
+};
+
+/// A call with memory of its own.
+struct Case {
+  Options o;
+  std::int64_t N, T = 0, HV, pool, longest = 1;
+  std::map<std::string, Buffer> b;
+
+  explicit Case(const Options& options) : o(options), N(static_cast<std::int64_t>(o.lens.size())), HV(o.H * o.G), pool(N + 2) {
+    std::mt19937 rng(o.seed);
+    std::normal_distribution<float> normal;
+    const DType act = o.act_bf16 ? DType::kBFloat16 : DType::kFloat32, f32 = DType::kFloat32;
+    const DType idx = o.wide ? DType::kInt64 : DType::kInt32, state = o.state_bf16 ? DType::kBFloat16 : f32;
+    for (int n : o.lens) T += n, longest = std::max<std::int64_t>(longest, n);
+    const auto fill = [&](const char* name, DType dtype, std::initializer_list<std::int64_t> sizes, float scale = 1,
+                          std::int64_t pitch = 0) {
+      Buffer& x = b[name];
+      x.make(dtype, sizes, pitch);
+      for (std::size_t i = 0; i < x.count(); ++i) x.set(i, scale * normal(rng));
+      x.upload();
+    };
+    const std::int64_t H = o.H, K = o.K, V = o.V, gates = o.scalar_gate ? 1 : K;
+    // q, k and v as views of one projection: every token's row is longer than its tensor
+    fill("x_q", act, {T, H, K}, 1, 2 * H * K + HV * V), fill("x_k", act, {T, H, K}), fill("x_v", act, {T, HV, V});
+    if (o.conv) {
+      fill("w_q", f32, {H * K, 4}, .3f), fill("w_k", f32, {H * K, 4}, .3f), fill("w_v", f32, {HV * V, 4}, .3f);
+      fill("cs_q", act, {pool, H * K, 3}), fill("cs_k", act, {pool, H * K, 3}), fill("cs_v", act, {pool, HV * V, 3});
+      b["conv_q"].make(act, {N, longest, H * K, 3}), b["conv_k"].make(act, {N, longest, H * K, 3}),
+          b["conv_v"].make(act, {N, longest, HV * V, 3});
+      if (o.tap_rows)
+        for (const char* name : {"cs_q", "cs_k", "cs_v", "conv_q", "conv_k", "conv_v"}) {
+          TensorView& t = b[name].shape;
+          t.strides[t.ndim - 2] = 1, t.strides[t.ndim - 1] = t.sizes[t.ndim - 2];
+        }
+    }
+    if (o.scalar_gate)
+      fill("g", act, {T, HV}), fill("dt_bias", f32, {HV});
+    else
+      fill("g", act, {T, HV, gates}), fill("dt_bias", f32, {HV, gates});
+    fill("beta", act, {T, HV}), fill("A_log", f32, {HV}, .5f);
+    fill("state", state, {pool, HV, V, K}, .5f, HV * V * K + 64);
+    if (o.norm) fill("gate", act, {T, HV, V}), fill("weight", f32, {V});
+    b["out"].make(act, {T, HV, V});
+    b["rawv"].make(act, {pool, HV, longest, V}), b["rawk"].make(act, {pool, H, longest, K});
+    if (o.scalar_gate)
+      b["ring_g"].make(f32, {pool, HV, longest});
+    else
+      b["ring_g"].make(f32, {pool, HV, longest, K});
+    b["ring_beta"].make(f32, {pool, HV, longest});
+    if (o.snapshots) b["snapshots"].make(state, {N, longest, HV, V, K});
+    std::vector<std::int64_t> slots(static_cast<std::size_t>(pool)), cu = {0}, rows(static_cast<std::size_t>(N));
+    std::iota(slots.begin(), slots.end(), 0), std::iota(rows.begin(), rows.end(), 0);
+    std::shuffle(slots.begin(), slots.end(), rng), std::shuffle(rows.begin(), rows.end(), rng);
+    for (int n : o.lens) cu.push_back(cu.back() + n);
+    slots.resize(static_cast<std::size_t>(N));
+    if (o.null_row >= 0) slots[static_cast<std::size_t>(o.null_row)] = -1;
+    indices("slots", idx, slots), indices("rows", idx, rows), indices("cu", idx, cu);
+    if (!o.parents.empty()) {
+      indices("parents", idx, {o.parents.begin(), o.parents.end()});
+      b["parents"].shape = TensorView(nullptr, idx, {N, longest});
+    }
+  }
+  void indices(const char* name, DType dtype, const std::vector<std::int64_t>& values) {
+    Buffer& x = b[name];
+    if (x.device) cudaFree(x.device), x.device = nullptr;
+    x.make(dtype, {static_cast<std::int64_t>(values.size())});
+    for (std::size_t i = 0; i < values.size(); ++i)
+      if (dtype == DType::kInt64)
+        reinterpret_cast<std::int64_t*>(x.host.data())[i] = values[i];
+      else
+        reinterpret_cast<std::int32_t*>(x.host.data())[i] = static_cast<std::int32_t>(values[i]);
+    x.upload();
+  }
+  std::int64_t slot(std::int64_t r) const {
+    const Buffer& x = b.at("slots");
+    return o.wide ? reinterpret_cast<const std::int64_t*>(x.host.data())[r] : reinterpret_cast<const std::int32_t*>(x.host.data())[r];
+  }
+  std::int64_t row(std::int64_t r) const {
+    const Buffer& x = b.at("rows");
+    return o.wide ? reinterpret_cast<const std::int64_t*>(x.host.data())[r] : reinterpret_cast<const std::int32_t*>(x.host.data())[r];
+  }
+
+  template <class Params>
+  Params step(bool gpu) {
+    const auto v = [&](const char* name) { return b.count(name) ? b[name].view(gpu) : TensorView(); };
+    Params p;
+    p.x_q = v("x_q"), p.x_k = v("x_k"), p.x_v = v("x_v"), p.w_q = v("w_q"), p.w_k = v("w_k"), p.w_v = v("w_v");
+    p.cs_q = v("cs_q"), p.cs_k = v("cs_k"), p.cs_v = v("cs_v"), p.g = v("g"), p.beta = v("beta"), p.A_log = v("A_log"),
+    p.dt_bias = v("dt_bias");
+    p.state = v("state"), p.slots = v("slots"), p.cu_seqlens = v("cu"), p.out = v("out");
+    p.onorm_gate = v("gate"), p.onorm_weight = v("weight");
+    if (o.norm) p.onorm_eps = 1e-5;
+    if (o.safe) p.lower_bound = -5.0;
+    return p;
+  }
+  Rings ring_views(bool gpu) { return {b["rawv"].view(gpu), b["rawk"].view(gpu), b["ring_g"].view(gpu), b["ring_beta"].view(gpu)}; }
+  VerifyParams verify_params(bool gpu) {
+    auto p = step<VerifyParams>(gpu);
+    if (o.rings) p.rings = ring_views(gpu);
+    if (o.snapshots) p.snapshots = b["snapshots"].view(gpu);
+    if (o.conv) p.conv_q = b["conv_q"].view(gpu), p.conv_k = b["conv_k"].view(gpu), p.conv_v = b["conv_v"].view(gpu);
+    p.rows = b["rows"].view(gpu);
+    if (!o.parents.empty()) p.parents = b["parents"].view(gpu);
+    return p;
+  }
+  std::vector<std::string> outputs() const {
+    std::vector<std::string> names = {"out", "rawv", "rawk", "ring_g", "ring_beta"};
+    if (o.conv) names.insert(names.end(), {"conv_q", "conv_k", "conv_v"});
+    if (o.snapshots) names.push_back("snapshots");
+    return names;
+  }
+  /// Every output of a GPU call, after poisoning.
+  std::map<std::string, std::vector<unsigned char>> on_gpu(bool exact) {
+    for (const auto& name : outputs()) b[name].poison();
+    VerifyParams p = verify_params(true);
+    p.exact = exact;
+    verify(p);
+    return taken(outputs());
+  }
+  std::map<std::string, std::vector<unsigned char>> taken(const std::vector<std::string>& names) {
+    EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess) << cudaGetErrorString(cudaGetLastError());
+    std::map<std::string, std::vector<unsigned char>> all;
+    for (const auto& name : names) b[name].download(), all[name] = b[name].host;
+    return all;
+  }
+};
+
+struct Forcing {
+  Forcing(int rows, int frozen = -1) { kda::cuda::forced().rows = rows, kda::cuda::forced().frozen = frozen; }
+  ~Forcing() { kda::cuda::forced() = {}; }
+};
+
+std::int64_t ordered(std::int64_t i, std::int64_t low) { return i < 0 ? -(i & low) : i; }
+std::int64_t ulps(const Buffer& shape, const std::vector<unsigned char>& a, const std::vector<unsigned char>& b, std::size_t i) {
+  if (shape.shape.dtype == DType::kBFloat16) {
+    const auto x = reinterpret_cast<const std::int16_t*>(a.data())[i], y = reinterpret_cast<const std::int16_t*>(b.data())[i];
+    return std::abs(ordered(x, 0x7FFF) - ordered(y, 0x7FFF));
+  }
+  const auto x = reinterpret_cast<const std::int32_t*>(a.data())[i], y = reinterpret_cast<const std::int32_t*>(b.data())[i];
+  return std::abs(ordered(x, 0x7FFFFFFF) - ordered(y, 0x7FFFFFFF));
+}
+float value(const Buffer& shape, const std::vector<unsigned char>& a, std::size_t i) {
+  if (shape.shape.dtype == DType::kBFloat16) return core::to_float(reinterpret_cast<const bfloat16*>(a.data())[i]);
+  return reinterpret_cast<const float*>(a.data())[i];
+}
+
+struct Difference {
+  double relative = 0;  // largest difference over the largest element
+  double elementwise = 0;
+  double changed = 0;     // share of elements that differ by more than one unit of bf16 (or at all in float32)
+  std::int64_t most = 0;  // units in the last place
+  bool poison = true;     // NaN on one side is NaN on the other
+};
+Difference compare(const Buffer& shape, const std::vector<unsigned char>& a, const std::vector<unsigned char>& b) {
+  Difference d;
+  double largest = 0, apart = 0, changed = 0, n = 0;
+  for (std::size_t i = 0; i < shape.count(); ++i) {
+    const float x = value(shape, a, i), y = value(shape, b, i);
+    if (std::isnan(x) || std::isnan(y)) {
+      d.poison = d.poison && std::isnan(x) && std::isnan(y);
+      continue;
+    }
+    largest = std::max<double>(largest, std::abs(x)), apart = std::max<double>(apart, std::abs(x - y));
+    if (x != 0) d.elementwise = std::max<double>(d.elementwise, std::abs((x - y) / x));
+    const std::int64_t u = ulps(shape, a, b, i);
+    if (std::max(std::abs(x), std::abs(y)) > 1e-3) d.most = std::max(d.most, u);
+    changed += u > 0, ++n;
+  }
+  d.relative = apart / std::max(largest, 1e-30), d.changed = n > 0 ? changed / n : 0;
+  return d;
+}
+
+std::vector<Options> cases() {
+  std::vector<Options> all;
+  const auto add = [&](auto&& change) {
+    Options o;
+    o.seed = static_cast<unsigned>(all.size() + 1);
+    change(o);
+    all.push_back(o);
+  };
+  for (int n : {1, 2, 3, 4, 6, 8, 11, 16}) add([&](Options& o) { o.lens = {n, n, n}; });
+  add([](Options& o) { o.lens = {1, 5, 0, 3, 16, 2}, o.null_row = 3, o.wide = true; });
+  add([](Options& o) { o.lens = {40, 3}; });
+  add([](Options& o) { o.tap_rows = true; });
+  add([](Options& o) { o.safe = false; });
+  add([](Options& o) { o.scalar_gate = true, o.safe = false; });
+  add([](Options& o) { o.norm = false; });
+  add([](Options& o) { o.conv = false, o.G = 2; });
+  add([](Options& o) { o.H = 1, o.G = 3; });
+  add([](Options& o) { o.K = 64, o.V = 64; });
+  add([](Options& o) { o.K = 64, o.V = 128; });
+  add([](Options& o) { o.K = 128, o.V = 64; });
+  add([](Options& o) { o.act_bf16 = false; });
+  add([](Options& o) { o.act_bf16 = false, o.K = 64, o.V = 64, o.lens = {5, 2}; });
+  add([](Options& o) { o.state_bf16 = true; });
+  add([](Options& o) { o.act_bf16 = false, o.state_bf16 = true, o.K = 64; });
+  return all;
+}
+
+class KdaGpu : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    int n = 0;
+    if (cudaGetDeviceCount(&n) != cudaSuccess || n == 0) GTEST_SKIP() << "[no-gpu] no CUDA device";
+  }
+};
+
+TEST_F(KdaGpu, AgreesWithTheCpu) {
+  for (Options o : cases())
+    for (bool snapshots : {false, true}) {
+      o.snapshots = snapshots;
+      Case c(o);
+      for (bool exact : {true, false}) {
+        const auto gpu = c.on_gpu(exact);
+        for (const auto& name : c.outputs()) c.b[name].poison();
+        verify(c.verify_params(false));
+        std::string line = o.name() + (exact ? " exact" : "");
+        for (const auto& name : c.outputs()) {
+          const Buffer& x = c.b[name];
+          const Difference d = compare(x, gpu.at(name), x.host);
+          EXPECT_TRUE(d.poison) << line << " " << name;
+          if (name.substr(0, 4) == "conv") EXPECT_EQ(gpu.at(name), x.host) << line << " " << name;
+          if (name == "rawk" || name == "rawv") {
+            if (o.act_bf16)
+              EXPECT_TRUE(d.most <= 1 && d.changed < 1e-3) << line << " " << name << " " << d.most << " " << d.changed;
+            else
+              EXPECT_LT(d.relative, 2e-6) << line << " " << name;
+          }
+          if (name == "ring_g" || name == "ring_beta") EXPECT_LT(d.elementwise, 2e-6) << line << " " << name;
+          if (name == "snapshots") EXPECT_LT(d.relative, o.act_bf16 || o.state_bf16 ? 8e-3 : 3e-6) << line << " " << name;
+          if (name == "out") {
+            if (o.act_bf16)
+              EXPECT_TRUE(d.changed <= 0.02 && d.relative < 8e-3) << line << " out " << d.changed << " " << d.relative;
+            else
+              EXPECT_LT(d.relative, o.state_bf16 ? 1e-2 : 3e-6) << line << " out";
+          }
+          char text[128];
+          std::snprintf(text, sizeof text, "  %s %.1e %.2e %lld", name.c_str(), d.relative, d.changed, static_cast<long long>(d.most));
+          if (name.substr(0, 4) != "conv") line += text;
+        }
+        std::printf("%s\n", line.c_str());
+      }
+    }
+}
+
+TEST_F(KdaGpu, BitsDoNotDependOnTheLaunch) {
+  for (Options o : cases())
+    for (int frozen : {0, 1}) {
+      Case c(o);
+      std::map<std::string, std::vector<unsigned char>> first;
+      for (int rows : {8, 4, 2, 1}) {
+        const Forcing forcing(rows, frozen);
+        const auto now = c.on_gpu(false);
+        if (first.empty()) first = now;
+        for (const auto& [name, bytes] : now)
+          EXPECT_EQ(bytes, first.at(name)) << o.name() << " " << name << " rows " << rows << " frozen " << frozen;
+      }
+    }
+}
+
+TEST_F(KdaGpu, RingOutputIsSnapshotOutputAndFoldIsSnapshot) {
+  for (Options o : cases()) {
+    o.snapshots = true;
+    Case c(o);
+    const auto both = c.on_gpu(true);
+    c.o.snapshots = false;
+    const auto ring = c.on_gpu(true);
+    for (const auto& [name, bytes] : ring) EXPECT_EQ(bytes, both.at(name)) << o.name() << " " << name;
+    const std::vector<unsigned char> before = c.b["state"].host;
+    for (std::int64_t n = 0; n <= c.longest; n += c.longest > 8 ? 5 : 1)
+      for (int rows : {8, 2}) {
+        const Forcing forcing(rows);
+        c.b["state"].host = before, c.b["state"].upload();
+        std::vector<std::int64_t> accept;
+        for (int len : o.lens) accept.push_back(std::min<std::int64_t>(n, len));
+        c.indices("accept", DType::kInt32, accept);
+        FoldParams f;
+        f.state = c.b["state"].view(true), f.rings = c.ring_views(true), f.slots = c.b["slots"].view(true),
+        f.accept = c.b["accept"].view(true);
+        fold(f);
+        const auto folded = c.taken({"state"}).at("state");
+        const std::int64_t size = o.state_bf16 ? 2 : 4, slot_bytes = c.HV * o.V * o.K * size, pitch = c.b["state"].shape.strides[0] * size;
+        std::vector<unsigned char> want = before;
+        for (std::int64_t r = 0; r < c.N; ++r)
+          if (c.slot(r) >= 0 && accept[static_cast<std::size_t>(r)] > 0)
+            std::memcpy(want.data() + c.slot(r) * pitch,
+                        both.at("snapshots").data() + (c.row(r) * c.longest + accept[static_cast<std::size_t>(r)] - 1) * slot_bytes,
+                        static_cast<std::size_t>(slot_bytes));
+        EXPECT_TRUE(folded == want) << o.name() << " accept " << n << " rows " << rows;
+      }
+  }
+}
+
+TEST_F(KdaGpu, DecodeStepByStepIsVerify) {
+  for (Options o : cases()) {
+    if (o.null_row >= 0) continue;
+    for (int& n : o.lens) n = o.lens[0];
+    o.snapshots = true;
+    Case c(o);
+    const auto both = c.on_gpu(true);
+    const std::int64_t W = o.lens[0];
+    // one token at a time: cu_seqlens of single tokens cannot skip, so x is viewed with a pitch of W tokens
+    Case d(o);
+    for (std::int64_t i = 0; i < W; ++i) {
+      auto p = d.step<DecodeParams>(true);
+      p.cu_seqlens = {};
+      for (TensorView* t : {&p.x_q, &p.x_k, &p.x_v, &p.g, &p.beta, &p.onorm_gate, &p.out}) {
+        if (!t->given()) continue;
+        t->data = static_cast<char*>(t->data) + i * t->strides[0] * size_of(t->dtype);
+        t->strides[0] *= W, t->sizes[0] = d.N;
+      }
+      decode(p);
+    }
+    const auto stepped = d.taken({"out", "state", "cs_v"});
+    EXPECT_EQ(stepped.at("out"), both.at("out")) << o.name();
+    const std::int64_t size = o.state_bf16 ? 2 : 4, slot_bytes = c.HV * o.V * o.K * size, pitch = c.b["state"].shape.strides[0] * size;
+    bool same = true;
+    for (std::int64_t r = 0; r < c.N; ++r)
+      same =
+          same && std::memcmp(stepped.at("state").data() + c.slot(r) * pitch,
+                              both.at("snapshots").data() + (c.row(r) * W + W - 1) * slot_bytes, static_cast<std::size_t>(slot_bytes)) == 0;
+    EXPECT_TRUE(same) << o.name();
+    // all at once
+    Case e(o);
+    decode(e.step<DecodeParams>(true));
+    const auto once = e.taken({"out", "state", "cs_q", "cs_v"});
+    EXPECT_EQ(once.at("out"), both.at("out")) << o.name();
+    EXPECT_EQ(once.at("state"), stepped.at("state")) << o.name();
+    EXPECT_EQ(once.at("cs_v"), stepped.at("cs_v")) << o.name();
+  }
+}
+
+TEST_F(KdaGpu, TreePathsAreChains) {
+  for (bool snapshots : {false, true}) {
+    Options o;
+    o.lens = {7, 7}, o.snapshots = snapshots;
+    o.parents = {-1, 0, 0, 1, 2, 3, -1, -1, 0, 1, 1, 2, 2, 0};
+    Case c(o);
+    const auto tree = c.on_gpu(true);
+    for (const auto& name : c.outputs()) c.b[name].poison();
+    verify(c.verify_params(false));
+    const Difference d = compare(c.b["out"], tree.at("out"), c.b["out"].host);
+    EXPECT_TRUE(d.changed <= 0.02) << d.changed;
+    std::printf("tree: out %.1e %.2e %lld\n", d.relative, d.changed, static_cast<long long>(d.most));
+    EXPECT_EQ(tree.at("conv_v"), c.b["conv_v"].host);
+    const std::vector<std::vector<int>> paths = {{0, 1, 3, 5}, {0, 2, 4}, {6}};  // of request 0
+    for (const auto& path : paths) {
+      Options chain = o;
+      chain.parents.clear(), chain.snapshots = false;
+      Case x(chain);
+      for (const char* name : {"x_q", "x_k", "x_v", "g", "beta", "gate"}) {
+        Buffer& y = x.b[name];
+        const std::vector<unsigned char> all = y.host;
+        const std::size_t pitch = static_cast<std::size_t>(y.shape.strides[0] * size_of(y.shape.dtype));
+        for (std::size_t i = 0; i < path.size(); ++i)
+          std::memcpy(y.host.data() + i * pitch, all.data() + static_cast<std::size_t>(path[i]) * pitch,
+                      std::min(pitch, all.size() - path[i] * pitch));
+        y.upload();
+      }
+      const auto got = x.on_gpu(true);
+      const std::size_t bytes = static_cast<std::size_t>(c.HV * o.V * 2);
+      for (std::size_t i = 0; i < path.size(); ++i)
+        EXPECT_EQ(std::memcmp(got.at("out").data() + i * bytes, tree.at("out").data() + static_cast<std::size_t>(path[i]) * bytes, bytes),
+                  0)
+            << "node " << path[i];
+    }
+  }
+}
+
+constexpr const char* kPerToken[] = {"x_q", "x_k", "x_v", "g", "beta", "gate"};
+
+/// Speculation for 1000 rounds of random acceptance leaves the outputs, states and windows of plain decoding, bit for bit.
+TEST_F(KdaGpu, RolloutOfRandomAcceptanceIsPlainDecoding) {
+  Options o;
+  o.lens = {8, 8, 8};
+  const std::int64_t W = 8;
+  Case spec(o), plain(o);
+  std::mt19937 rng(7);
+  for (int round = 0; round < 1000; ++round) {
+    std::vector<std::int64_t> accept, cu = {0}, last;
+    for (std::int64_t r = 0; r < spec.N; ++r) {
+      accept.push_back(static_cast<std::int64_t>(rng() % 9));
+      last.push_back(accept.back() - 1), cu.push_back(cu.back() + accept.back());
+    }
+    for (const char* name : kPerToken) {
+      Buffer &x = spec.b[name], &y = plain.b[name];
+      for (std::size_t i = 0; i < x.count(); ++i) x.set(i, static_cast<float>(static_cast<int>(rng() >> 8) - (1 << 23)) * 0x1p-22f);
+      const std::size_t pitch = static_cast<std::size_t>(x.shape.strides[0] * size_of(x.shape.dtype));
+      for (std::int64_t r = 0; r < spec.N; ++r)
+        for (std::int64_t i = 0; i < accept[static_cast<std::size_t>(r)]; ++i) {
+          const std::size_t from = static_cast<std::size_t>(r * W + i) * pitch,
+                            to = static_cast<std::size_t>(cu[static_cast<std::size_t>(r)] + i) * pitch;
+          std::memcpy(y.host.data() + to, x.host.data() + from, std::min({pitch, x.host.size() - from, y.host.size() - to}));
+        }
+      x.upload(), y.upload();
+    }
+    const auto out = [&] {
+      VerifyParams p = spec.verify_params(true);
+      p.exact = true;
+      verify(p);
+      return spec.taken({"out"}).at("out");
+    }();
+    spec.indices("accept", DType::kInt64, accept), spec.indices("last", DType::kInt32, last);
+    FoldParams f;
+    f.state = spec.b["state"].view(true), f.rings = spec.ring_views(true), f.slots = spec.b["slots"].view(true),
+    f.accept = spec.b["accept"].view(true);
+    fold(f);
+    RollbackConvWindowsParams back[3];
+    for (int i = 0; i < 3; ++i) {
+      back[i].pool = spec.b[i == 0 ? "cs_q" : i == 1 ? "cs_k" : "cs_v"].view(true);
+      back[i].windows = spec.b[i == 0 ? "conv_q" : i == 1 ? "conv_k" : "conv_v"].view(true);
+      back[i].slots = spec.b["slots"].view(true), back[i].last_correct_step = spec.b["last"].view(true),
+      back[i].rows = spec.b["rows"].view(true);
+    }
+    rollback_conv_windows(back, 3);
+
+    plain.indices("cu", DType::kInt32, cu);
+    decode(plain.step<DecodeParams>(true));
+    const auto decoded = plain.taken({"out"}).at("out");
+    const std::size_t bytes = static_cast<std::size_t>(spec.HV * o.V * 2);
+    for (std::int64_t r = 0; r < spec.N; ++r)
+      ASSERT_EQ(std::memcmp(out.data() + static_cast<std::size_t>(r * W) * bytes,
+                            decoded.data() + static_cast<std::size_t>(cu[static_cast<std::size_t>(r)]) * bytes,
+                            static_cast<std::size_t>(accept[static_cast<std::size_t>(r)]) * bytes),
+                0)
+          << "round " << round << " request " << r;
+  }
+  EXPECT_EQ(spec.taken({"state", "cs_q", "cs_k", "cs_v"}), plain.taken({"state", "cs_q", "cs_k", "cs_v"}));
+}
+
+TEST_F(KdaGpu, SameBitsInAHundredRuns) {
+  Options o;
+  o.lens = {8, 5, 8, 1};
+  Case c(o);
+  for (bool exact : {true, false}) {
+    const auto first = c.on_gpu(exact);
+    for (int i = 0; i < 99; ++i) ASSERT_EQ(c.on_gpu(exact), first) << i;
+  }
+}
+
+/// A graph captured once serves other inputs: slots, lengths and padding are read on the device.
+TEST_F(KdaGpu, GraphReplaysWithChangedInputs) {
+  Options o;
+  o.lens = {8, 8, 8, 8};
+  for (bool exact : {true, false}) {
+    Case c(o);
+    VerifyParams p = c.verify_params(true);
+    p.exact = exact;
+    c.indices("accept", DType::kInt32, {1, 1, 1, 1});
+    FoldParams f;
+    f.state = c.b["state"].view(true), f.rings = c.ring_views(true), f.slots = c.b["slots"].view(true), f.accept = c.b["accept"].view(true);
+    cudaStream_t s;
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    SPECSTATE_CUDA_OK(cudaStreamCreate(&s));
+    SPECSTATE_CUDA_OK(cudaStreamBeginCapture(s, cudaStreamCaptureModeGlobal));
+    verify(p, {s});
+    fold(f, {s});
+    SPECSTATE_CUDA_OK(cudaStreamEndCapture(s, &graph));
+    SPECSTATE_CUDA_OK(cudaGraphInstantiate(&exec, graph, 0));
+    std::mt19937 rng(3);
+    for (int real : {4, 3, 1, 4, 0, 2}) {
+      // `real` requests, the rest padding; lengths of the real ones vary
+      std::vector<std::int64_t> slots, cu = {0}, accept;
+      for (int r = 0; r < 4; ++r) {
+        slots.push_back(r < real ? (r * 5 + real) % c.pool : -1);
+        cu.push_back(cu.back() + (r < real ? 1 + static_cast<std::int64_t>(rng() % 8) : 0));
+        accept.push_back(cu[static_cast<std::size_t>(r) + 1] - cu[static_cast<std::size_t>(r)]);
+      }
+      const auto put = [&](const char* name, const std::vector<std::int64_t>& v) {
+        for (std::size_t i = 0; i < v.size(); ++i)
+          reinterpret_cast<std::int32_t*>(c.b[name].host.data())[i] = static_cast<std::int32_t>(v[i]);
+        c.b[name].upload();
+      };
+      put("slots", slots), put("cu", cu), put("accept", accept);
+      for (const char* name : kPerToken) {
+        Buffer& x = c.b[name];
+        for (std::size_t i = 0; i < x.count(); ++i) x.set(i, static_cast<float>(static_cast<int>(rng() >> 8) - (1 << 23)) * 0x1p-22f);
+        x.upload();
+      }
+      const std::vector<unsigned char> before = c.b["state"].host;
+      c.b["state"].upload();
+      auto names = c.outputs();
+      for (const auto& name : names) c.b[name].poison();
+      SPECSTATE_CUDA_OK(cudaDeviceSynchronize());
+      SPECSTATE_CUDA_OK(cudaGraphLaunch(exec, s));
+      names.push_back("state");
+      const auto replayed = c.taken(names);
+      c.b["state"].host = before, c.b["state"].upload();
+      for (const auto& name : c.outputs()) c.b[name].poison();
+      verify(p);
+      fold(f);
+      EXPECT_EQ(c.taken(names), replayed) << real;
+      for (std::int64_t t = cu.back(); t < c.T; ++t)
+        for (std::int64_t i = 0; i < c.HV * o.V; ++i) ASSERT_EQ(c.b["out"].at(static_cast<std::size_t>(t * c.HV * o.V + i)), 0.0f) << t;
+      c.b["state"].host = before;
+    }
+    cudaGraphExecDestroy(exec), cudaGraphDestroy(graph), cudaStreamDestroy(s);
+  }
+}
+
+/// A pool whose slots lie more than 2^31 elements apart.
+TEST_F(KdaGpu, SlotsBeyondTwoToThe31) {
+  Options o;
+  o.lens = {8, 3};
+  Case c(o);
+  const auto want = c.on_gpu(true);
+  const std::int64_t slot = c.HV * o.V * o.K, pitch = (std::int64_t{1} << 30) + 1024;
+  float* far = nullptr;
+  if (cudaMalloc(&far, static_cast<std::size_t>((c.pool - 1) * pitch + slot) * 4) != cudaSuccess) {
+    cudaGetLastError();
+    GTEST_SKIP() << "[no-memory] needs 13 GB on the GPU";
+  }
+  for (std::int64_t i = 0; i < c.pool; ++i)
+    SPECSTATE_CUDA_OK(cudaMemcpy(far + i * pitch, c.b["state"].device + static_cast<std::size_t>(i * c.b["state"].shape.strides[0]) * 4,
+                                 static_cast<std::size_t>(slot) * 4, cudaMemcpyDeviceToDevice));
+  for (const auto& name : c.outputs()) c.b[name].poison();
+  VerifyParams p = c.verify_params(true);
+  p.exact = true, p.state.data = far, p.state.strides[0] = pitch;
+  verify(p);
+  EXPECT_EQ(c.taken(c.outputs()), want);
+  c.indices("accept", DType::kInt32, {2, 3});
+  FoldParams f;
+  f.state = c.b["state"].view(true), f.rings = c.ring_views(true), f.slots = c.b["slots"].view(true), f.accept = c.b["accept"].view(true);
+  fold(f);
+  const auto folded = c.taken({"state"}).at("state");
+  f.state.data = far, f.state.strides[0] = pitch;
+  fold(f);
+  std::vector<float> got(static_cast<std::size_t>(slot));
+  for (std::int64_t i = 0; i < c.pool; ++i) {
+    SPECSTATE_CUDA_OK(cudaMemcpy(got.data(), far + i * pitch, got.size() * 4, cudaMemcpyDeviceToHost));
+    EXPECT_EQ(std::memcmp(got.data(), folded.data() + static_cast<std::size_t>(i * c.b["state"].shape.strides[0]) * 4, got.size() * 4), 0)
+        << i;
+  }
+  cudaFree(far);
+}
+
+/// What only the indices' contents can tell: such rows count as padding, nothing outside is touched.
+TEST_F(KdaGpu, BadIndicesArePadding) {
+  Options o;
+  o.lens = {4, 4, 4, 4};
+  Case c(o);
+  const auto good = c.on_gpu(true);
+  const std::vector<std::int64_t> slots = {c.slot(0), c.pool + 5, -7, c.slot(3)}, rows = {c.row(0), c.row(1), c.row(2), 99};
+  c.indices("slots", DType::kInt32, slots), c.indices("rows", DType::kInt32, rows);
+  const auto bad = c.on_gpu(true);
+  const std::size_t bytes = static_cast<std::size_t>(4 * c.HV * o.V * 2);
+  EXPECT_EQ(std::memcmp(bad.at("out").data(), good.at("out").data(), bytes), 0);
+  for (std::size_t i = bytes; i < bad.at("out").size(); ++i) ASSERT_EQ(bad.at("out")[i], 0) << i;
+  c.indices("cu", DType::kInt32, {0, 4, 2, 2, 1 << 20});  // falls; ends outside
+  const auto worse = c.on_gpu(true);
+  EXPECT_EQ(std::memcmp(worse.at("out").data(), good.at("out").data(), bytes), 0);
+}
+
+}  // namespace

@@ -1,0 +1,145 @@
+"""An argument of the wrong kind: whichever function, whichever argument, the error names it and says what was expected and what came."""
+
+import inspect
+import re
+import types
+
+import numpy as np
+import pytest
+from calls import ALL_CALLS, operation
+
+import specstate
+from specstate import draft_kv, hisparse, kda
+from specstate._supports import OPERATIONS
+
+WRONG = [object(), "x", 1.5j, {}, [object()]]
+# Accepted and ignored, for the sake of sglang's signatures.
+IGNORED = {"page_size", "cache_steps", "match_cutedsl_decode", "device"}
+
+MAY_BE_NONE = {("verify_rejection", "draft_probs"), ("copy_cache_planned_mla", "num_real_reqs"), ("materialize_into_pool", "slot_mapping")}
+
+
+def refuses(call, name, shown=None):
+    """`call` raises, and the text names `name`."""
+    with pytest.raises((TypeError, ValueError)) as raised:
+        call()
+    text = str(raised.value)
+    assert re.search(rf"\b{shown or name}\b", text) and "expected" in text and "got" in text, f"{name}: {text}"
+
+
+def parameters(f):
+    return [p for p in inspect.signature(f).parameters.values() if p.name not in IGNORED | {"self"} and p.kind is not p.VAR_KEYWORD]
+
+
+def test_every_operation_has_a_call():
+    assert set(ALL_CALLS) == {n for names in OPERATIONS.values() for n in names}
+
+
+@pytest.mark.parametrize("name", ALL_CALLS)
+def test_operations(name):
+    f, make = operation(name), ALL_CALLS[name]
+    f(**make())  # it is a valid call
+    for p in parameters(f):
+        for wrong in WRONG:
+            refuses(lambda: f(**{**make(), p.name: wrong}), p.name)
+        if p.default is not p.empty or (name, p.name) in MAY_BE_NONE:
+            continue
+        # None stands for "not given". Some of sglang's texts spell a name with spaces.
+        with pytest.raises((TypeError, ValueError, RuntimeError)) as raised:
+            f(**{**make(), p.name: None})
+        assert p.name in str(raised.value).lower().replace(" ", "_").replace("a_log", "A_log"), f"{p.name}: {raised.value}"
+
+
+def test_numbers_and_flags():
+    """What is a number or an integer of another library is taken; half an integer, a word and a number as a flag are not."""
+    mla, call = hisparse.load_cache_to_device_buffer_mla, ALL_CALLS["load_cache_to_device_buffer_mla"]
+    mla(**{**call(), "item_size_bytes": np.int32(16), "hot_buffer_size": np.array(8)})
+    for name in ("item_size_bytes", "num_top_k", "hot_buffer_size", "block_size"):
+        refuses(lambda: mla(**{**call(), name: 16.0}), name)
+        refuses(lambda: mla(**{**call(), name: 2**64}), name)
+    kda.verify(**ALL_CALLS["verify"](), lower_bound=np.float32(-5), scale=1, l2norm=np.True_)
+    for name in ("lower_bound", "onorm_eps", "scale", "softplus_beta"):
+        refuses(lambda: kda.verify(**{**ALL_CALLS["verify"](), name: "-5"}), name)
+    for name in ("l2norm", "exact", "update_state", "round_before_norm", "null_from_zero"):
+        refuses(lambda: kda.verify(**{**ALL_CALLS["verify"](), name: 0.5}), name)
+    for name in ("k_scale", "v_scale"):
+        refuses(lambda: draft_kv.materialize_into_pool(**{**ALL_CALLS["materialize_into_pool"](), name: "1"}), name)
+
+
+def test_groups():
+    """rings, state and out: too few, too many, none, or something else."""
+    call = ALL_CALLS["fold"]
+    for rings in (None, call()["rings"][:3], (*call()["rings"], None), call()["state"], 5):
+        refuses(lambda: kda.fold(**{**call(), "rings": rings}), "rings")
+    for name, key in (("swap_in", "state"), ("reset_swap_state", "state"), ("load_cache_to_device_buffer_spec_mla", "state")):
+        for state in (None, ALL_CALLS[name]()[key][:3], np.zeros(4)):
+            refuses(lambda: operation(name)(**{**ALL_CALLS[name](), key: state}), key)
+    for name in ("verify_greedy", "verify_rejection"):
+        make = ALL_CALLS[name]
+        for out in (make()["out"][:1], (*make()["out"], None), make()["out"][1], 5):
+            refuses(lambda: operation(name)(**{**make(), "out": out}), "out")
+
+
+def test_helpers_and_supports():
+    locs = np.arange(12, dtype=np.int32).reshape(2, 6)
+    for f, good in (
+        (hisparse.new_swap_state, dict(slot_locs=locs, hot=4, context=9)),
+        (hisparse.new_spec_state, dict(scratch_locs=locs, hot=4, occurrences=8)),
+        (draft_kv.KvProjection, dict(kv_weight=np.ones((1, 4, 8), np.float32), kv_bias=None)),
+    ):
+        f(**good)
+        for p in parameters(f):
+            for wrong in [*WRONG, *([-1] if isinstance(good[p.name], int) else [])]:
+                refuses(lambda: f(**{**good, p.name: wrong}), p.name)
+    for wrong in [*WRONG, 5, None]:
+        refuses(lambda: specstate.supports(wrong), "function_name")
+
+
+def test_install():
+    from specstate import sglang
+
+    for wrong in [*WRONG, 5]:
+        refuses(lambda: sglang.install(only=wrong), "only")
+        refuses(lambda: sglang.install(only="kda", strict=wrong) if wrong != 5 else sglang.install(only=5), "strict" if wrong != 5 else "only")
+
+
+COORDINATOR = dict(host_cache=[np.zeros((64, 8), np.uint8)], device_buffer=[np.zeros((64, 8), np.uint8)], requests=2, hot=8, window=2, context=20)
+INTEGERS = {"tokens", "request", "count", "position", "layer", "j", "round"}
+
+
+def test_coordinator():
+    for p in parameters(hisparse.Coordinator):
+        for wrong in WRONG:
+            refuses(lambda: hisparse.Coordinator(**{**COORDINATOR, p.name: wrong}), p.name)
+    c = hisparse.Coordinator(**COORDINATOR)
+    ids = np.zeros((1, 1), np.int32)
+    good = dict(requests=[0], widths=[1], accepted=[1], source="staged", skip_io=False, rows=ids, row=ids, top_k_tokens=ids, seq_lens=ids[0])
+    for name, f in inspect.getmembers(c, inspect.ismethod):
+        if name.startswith("_"):
+            continue
+        filled = {p.name: 0 if p.name in INTEGERS else good.get(p.name) for p in parameters(f)}
+        if name in ("swap", "plan_rounds"):
+            filled["requests"] = ids[0]
+        for p in parameters(f):
+            for wrong in WRONG:
+                refuses(lambda: f(**{**filled, p.name: wrong}), p.name)
+
+
+def test_materialize_helper():
+    r = np.random.default_rng(0).standard_normal
+    rotary = types.SimpleNamespace(rotary_dim=8, cos_sin_cache=r((16, 8)).astype(np.float32))
+    attention = types.SimpleNamespace(
+        num_kv_heads=1, head_dim=8, q_size=8, kv_size=8, rotary_emb=rotary,
+        qkv_proj=types.SimpleNamespace(weight=r((24, 12)).astype(np.float32)),
+        k_norm=types.SimpleNamespace(weight=np.ones(8, np.float32), variance_epsilon=1e-6),
+    )  # fmt: skip
+    good = dict(layers=[types.SimpleNamespace(self_attn=attention)], rotary_emb=rotary, num_kv_heads=1, head_dim=8, device="cpu")
+    for name in ("layers", "num_kv_heads", "head_dim", "max_position_hint"):
+        for wrong in WRONG:
+            refuses(lambda: draft_kv.FusedKVMaterializeHelper(**{**good, name: wrong}), name)
+    helper = draft_kv.FusedKVMaterializeHelper(**good)
+    call = dict(ctx_hidden=r((3, 12)).astype(np.float32), positions=np.arange(3), write_layer_kv=lambda *_: None)
+    helper.materialize(**call)
+    for name in call:
+        for wrong in WRONG:
+            refuses(lambda: helper.materialize(**{**call, name: wrong}), name)
