@@ -2,7 +2,7 @@
 """Makes the embedded model from nothing: corpus, prompts, target, drafters, rounding, measurements, golden vectors and their checks.
 
     python3 training/make.py --out build/model              # an NVIDIA GPU: about ten minutes
-    python3 training/make.py --out build/tiny --plan tiny   # every stage with a few steps, on any CPU: a minute or two
+    python3 training/make.py --out build/tiny --plan tiny   # every stage with a few steps, on any CPU: about a minute
 
 Each stage is a script of this folder that can be run alone; this one says in which order. What it does not know (--seed, --lr, ...) goes to
 train.py. OUT gets the checkpoint, prompts/, golden/, train_log.jsonl and metrics.json.

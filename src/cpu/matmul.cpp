@@ -27,10 +27,10 @@
 #define SPECSTATE_CPU_MATMUL_ONCE
 namespace specstate::cpu {
 
-constexpr std::int64_t kPanel = 16;   // outputs in a panel
-constexpr std::int64_t kUnit = 2;     // panels in the smallest piece of work: 32 outputs
-constexpr std::int64_t kAhead = 512;  // bytes of a panel fetched ahead where rows are many
-constexpr std::int64_t kGroup = 8;    // panels that pass the rows together: from then on they are in the first two cache levels
+constexpr std::int64_t kPanel = 16;    // outputs in a panel
+constexpr std::int64_t kUnit = 2;      // panels in the smallest piece of work: 32 outputs
+constexpr std::int64_t kAhead = 2048;  // bytes fetched ahead where rows are many, the next panels after the end of these
+constexpr std::int64_t kGroup = 8;     // panels that pass the rows together: from then on they are in the first two cache levels
 
 struct MatmulCall {
   const std::uint8_t* w;
@@ -122,9 +122,10 @@ HWY_NOINLINE void tile(const MatmulCall& c, std::int64_t panel, const float* HWY
         xt += 2 * R;
       } else {  // many rows: hold the weights
         VF even[V], odd[V];
+        const std::int64_t ahead = i * kPanel * 4 > kAhead ? kAhead : kAhead + (kPanels - 1) * panel_bytes;
 #pragma GCC unroll 16
         for (int v = 0; v < V; ++v) {
-          if (v % kVecs == 0) hwy::Prefetch(word(v) + kAhead);  // few streams: the hardware alone leaves memory waiting
+          if (v % kVecs == 0) hwy::Prefetch(word(v) + ahead);  // few streams: the hardware alone leaves memory waiting
           const auto p = pair(v);
           even[v] = even_of(p);
           odd[v] = odd_of(p);

@@ -2,8 +2,6 @@
 
 #include <fmt/format.h>
 
-#include <deque>
-
 #include "core/dispatch.hpp"
 #include "core/match.hpp"
 #include "hisparse/layout.hpp"
@@ -438,14 +436,15 @@ ReplayPlanArgs check(const ReplayPlanParams& p, std::vector<CopyArgs>& followers
   a.batch = min_rows({&p.miss_src, &p.miss_dst, &p.miss_count});
   a.capacity = std::min(p.miss_src.sizes[1], p.miss_dst.sizes[1]);
   followers.clear();
-  std::deque<std::string> names;  // as long as the check
   for (std::int64_t i = 0; i < p.num_followers; ++i) {
     const std::string at = p.num_followers == 1 ? "" : fmt::format("[{}]", i);
-    const char* n[4];
-    for (int k = 0; k < 4; ++k) n[k] = names.emplace_back(kBufferNames[k] + at).c_str();
-    followers.push_back(copy_args(check, p.followers[i], p.layout, p.item_size_bytes, p.skip_io, n));
+    std::string n[4];
+    const char* names[4];
+    for (int k = 0; k < 4; ++k) names[k] = (n[k] = kBufferNames[k] + at).c_str();
+    Checker follower = check;  // the plan, and this layer: layers may share buffers
+    followers.push_back(copy_args(follower, p.followers[i], p.layout, p.item_size_bytes, p.skip_io, names));
+    follower.outputs_apart();
   }
-  check.outputs_apart();
   return a;
 }
 

@@ -71,10 +71,17 @@ class TokenMap {
   std::uint32_t generation_ = 0;
 };
 
+/// An occurrence that neither the tail nor a hot slot answered: first its token, then the number of its miss, -1 for none.
+struct Absent {
+  std::int32_t place, value;
+};
+
 /// What the resolve of one batch row found out; nothing of the caller's has been written yet.
 struct RowPlan {
-  std::int64_t request = -1;                      // -1: padding
-  std::vector<std::int32_t> answer;               // per occurrence: device row, -1, or -2-u for miss u
+  std::int64_t request = -1;         // -1: padding
+  std::vector<std::int32_t> answer;  // per occurrence: device row or -1; of a miss once it has a row
+  std::vector<Absent> absent;        // the first `absents`
+  std::int64_t absents = 0;
   std::vector<std::int32_t> miss_token;           // distinct misses by first occurrence
   std::vector<std::int64_t> miss_src;             // their host rows
   std::vector<std::int32_t> miss_dst, miss_slot;  // of the served ones; slot -1: a scratch row
@@ -93,7 +100,7 @@ struct RowPlan {
     hit_slot.clear();
     lru.clear();
     hit.assign(static_cast<std::size_t>(hot), 0);
-    tail_hits = 0;
+    tail_hits = absents = 0;
     error.clear();
   }
   std::int64_t served() const { return static_cast<std::int64_t>(miss_dst.size()); }
@@ -212,9 +219,15 @@ void unit_or_strided(const Strided1<T>& v, F&& f) {
     f(v.data, v.s0);
 }
 
-/// Resolves all occurrences of batch row b. `find_hot(token)` gives the hot slot that holds a token, or -1.
+/// A number that the compiler knows nothing of, so that it makes no branch of it.
+inline std::int32_t opaque(std::int32_t x) {
+  asm("" : "+r"(x));
+  return x;
+}
+
+/// Resolves all occurrences of batch row b. `find_hot(token, is_hit)` gives the hot slot that holds a token, or any slot and is_hit 0.
 template <class FindHot>
-void resolve(const SwapCommon& x, std::int64_t b, RowPlan& p, FindHot&& find_hot) {
+void resolve(const SwapCommon& x, std::int64_t b, RowPlan& p, FindHot find_hot) {
   const std::int64_t r = p.request;
   const Strided1<std::int32_t> tokens = x.slot_tokens.row(r), locs = x.slot_locs.row(r);
   const std::int64_t device_rows = x.copy.device_rows(), host_rows = x.copy.host_rows();
@@ -241,20 +254,24 @@ void resolve(const SwapCommon& x, std::int64_t b, RowPlan& p, FindHot&& find_hot
   for (std::int64_t s = x.hot; s < x.hot + x.tail; ++s)
     if (tokens(s) >= 0 && locs(s) >= 0) pad.tail.put(tokens(s), static_cast<std::int32_t>(s), fresh);
 
-  const std::int64_t occurrences = x.steps * x.top_k;
-  pad.misses.reset(std::min(occurrences, x.context));
+  // Two passes. Hits and misses come at random, so the first one takes no branch on them: it lists what no slot holds. The second one
+  // numbers these, and its lookups overlap.
+  const std::int64_t top_k = x.top_k, occurrences = x.steps * top_k;  // a local: `hit` holds bytes, which may be any memory to the compiler
   pad.slots.assign(static_cast<std::size_t>(x.tail), 0);
+  p.absent.resize(static_cast<std::size_t>(occurrences) + 1);
   p.answer.resize(static_cast<std::size_t>(occurrences));
   p.hit_slot.resize(static_cast<std::size_t>(std::min(x.hot, occurrences) + 1));
   std::int32_t *answer = p.answer.data(), *hit_slot = p.hit_slot.data();
   std::uint8_t* const hit = p.hit.data();
-  std::int64_t hits = 0;
+  Absent* const absent = p.absent.data();
+  std::int64_t hits = 0, absents = 0;
+  std::int32_t at = 0;
   for (std::int64_t s = 0; s < x.steps; ++s) {
     const std::int64_t seq =
         std::max<std::int64_t>(x.seq_lens(b, s), 0);  // nothing is visible below 0, and the tail's start stays in 64 bits
     const std::int64_t tail_start = in_tail > 0 ? seq - x.tail : std::numeric_limits<std::int64_t>::max();
     const Strided1<const std::int32_t> wanted{&x.tokens(b, s, 0), x.tokens.s2};
-    for (std::int64_t k = 0; k < x.top_k; ++k, ++answer) {
+    for (std::int64_t k = 0; k < top_k; ++k, ++answer, ++at) {
       const std::int32_t t = wanted(k);
       *answer = -1;
       if (t < 0 || t >= seq) continue;
@@ -267,28 +284,36 @@ void resolve(const SwapCommon& x, std::int64_t b, RowPlan& p, FindHot&& find_hot
           continue;
         }
       }
-      if (const std::int64_t slot = find_hot(t); slot >= 0) {
-        *answer = std::max(locs(slot), -1);
-        hit_slot[hits] = static_cast<std::int32_t>(slot);  // kept if it is the first hit: no branch, they come at random
-        hits += hit[slot] == 0;
-        hit[slot] = 1;
-        continue;
-      }
-      const std::int64_t src = t < x.context ? x.host_locs(r, t) : -1;
-      if (src < 0) continue;
-      if (src >= host_rows) {
-        p.error = refusal(x.op, "host_cache_locs", fmt::format("host rows below {}", host_rows), fmt::format("{} at [{}, {}]", src, r, t));
-        return;
-      }
-      const std::int32_t u = pad.misses.put(t, static_cast<std::int32_t>(p.miss_token.size()), fresh);
-      if (fresh) {
-        p.miss_token.push_back(t);
-        p.miss_src.push_back(src);
-      }
-      *answer = -2 - u;
+      std::int32_t is_hit;
+      const std::int64_t slot = find_hot(t, is_hit);
+      is_hit = opaque(is_hit);
+      *answer = std::max(locs(slot), -1) | (is_hit - 1);
+      hit_slot[hits] = static_cast<std::int32_t>(slot);  // kept if it is the first hit
+      hits += is_hit & ~hit[slot];
+      hit[slot] |= static_cast<std::uint8_t>(is_hit);
+      absent[absents] = {at, t};
+      absents += 1 - is_hit;
     }
   }
   p.hit_slot.resize(static_cast<std::size_t>(hits));
+
+  p.absents = absents;
+  pad.misses.reset(std::min(absents, x.context));
+  for (std::int64_t i = 0; i < absents; ++i) {
+    const std::int32_t t = absent[i].value;
+    const std::int64_t src = t < x.context ? x.host_locs(r, t) : -1;
+    absent[i].value = -1;
+    if (src < 0) continue;
+    if (src >= host_rows) {
+      p.error = refusal(x.op, "host_cache_locs", fmt::format("host rows below {}", host_rows), fmt::format("{} at [{}, {}]", src, r, t));
+      return;
+    }
+    absent[i].value = pad.misses.put(t, static_cast<std::int32_t>(p.miss_token.size()), fresh);
+    if (fresh) {
+      p.miss_token.push_back(t);
+      p.miss_src.push_back(src);
+    }
+  }
 }
 
 constexpr std::uint32_t kTaken = std::numeric_limits<std::uint32_t>::max();
@@ -297,6 +322,8 @@ constexpr std::uint32_t kTaken = std::numeric_limits<std::uint32_t>::max();
 /// ring order. This is the whole replacement policy: an exact selection by histograms, so that every backend finds the same victims.
 void oldest_slots(const std::vector<std::uint32_t>& keys, std::uint32_t low, std::uint32_t high, std::int64_t n, std::int64_t origin,
                   std::vector<std::int32_t>& out) {
+  out.resize(static_cast<std::size_t>(n) + 1);
+  std::int32_t* next = out.data();
   for (int shift = 1; shift > 0;) {  // narrow [low, high] down to the n-th smallest key; n becomes its rank among equals
     constexpr int kBits = 11;
     std::int32_t histogram[1 << kBits] = {};
@@ -310,14 +337,18 @@ void oldest_slots(const std::vector<std::uint32_t>& keys, std::uint32_t low, std
     high = low + std::min(high - low, (std::uint32_t{1} << shift) - 1);
   }
   const auto hot = static_cast<std::int64_t>(keys.size());
-  const auto take = [&](std::int64_t first, std::int64_t last) {
+  const auto take = [&](std::int64_t first, std::int64_t last) {  // chosen slots come at random: no branch on them
     for (std::int64_t slot = first; slot < last; ++slot) {
       const std::uint32_t key = keys[static_cast<std::size_t>(slot)];
-      if (key < low || (key == low && n-- > 0)) out.push_back(static_cast<std::int32_t>(slot));
+      const std::int32_t equal = opaque((key == low) & (n > 0));
+      n -= equal;
+      *next = static_cast<std::int32_t>(slot);
+      next += opaque(key < low) + equal;
     }
   };
   take(origin, hot);
   take(0, origin);
+  out.pop_back();
 }
 
 /// Gives the misses their rows: victims in order, then scratch rows. `key(slot)` orders the hot slots that may be taken.
@@ -345,6 +376,9 @@ void assign(const SwapCommon& x, RowPlan& p, std::int64_t origin, Key&& key) {
       p.miss_slot.push_back(-1);
       p.miss_dst.push_back(x.scratch_locs(p.request, c));
     }
+  for (std::int64_t i = 0; i < p.absents; ++i)
+    if (const auto [place, u] = p.absent[static_cast<std::size_t>(i)]; u >= 0 && u < p.served())
+      p.answer[static_cast<std::size_t>(place)] = p.miss_dst[static_cast<std::size_t>(u)];
 }
 
 void publish_plan(const PlanArgs& plan, std::int64_t b, const RowPlan& p) {
@@ -358,16 +392,11 @@ void publish_plan(const PlanArgs& plan, std::int64_t b, const RowPlan& p) {
 
 /// Outputs and plan of a real row.
 void publish(const SwapCommon& x, std::int64_t b, const RowPlan& p) {
-  const std::int32_t *answer = p.answer.data(), *miss_dst = p.miss_dst.data();
-  const std::int64_t served = p.served();
-  for (std::int64_t s = 0; s < x.steps; ++s) {
+  const std::int32_t* answer = p.answer.data();
+  for (std::int64_t s = 0; s < x.steps; ++s)
     unit_or_strided(Strided1<std::int32_t>{&x.out(b, s, 0), x.out.s2}, [&](std::int32_t* out, auto step) {
-      for (std::int64_t k = 0; k < x.top_k; ++k) {
-        const std::int32_t loc = *answer++;
-        out[k * step] = loc >= -1 ? loc : -2 - loc < served ? miss_dst[-2 - loc] : -1;
-      }
+      for (std::int64_t k = 0; k < x.top_k; ++k) out[k * step] = *answer++;
     });
-  }
   publish_plan(x.plan, b, p);
 }
 
@@ -397,10 +426,13 @@ void run(const SwapInArgs& x, Stream) {
     const Strided1<std::int32_t> tokens = x.slot_tokens.row(r), stamps = x.stamps.row(r);
     const auto resolve_by = [&](const auto* hints) {
       hints += r * x.token_slots.s0;
-      resolve(x, b, p, [&x, hints, tokens](std::int32_t t) -> std::int64_t {
-        if (t >= x.context) return -1;
-        const std::int64_t slot = hints[t * x.token_slots.s1];  // the slot itself must confirm it
-        return slot >= 0 && slot < x.hot && tokens(slot) == t ? slot : -1;
+      const auto hot = static_cast<std::uint64_t>(x.hot);
+      resolve(x, b, p, [=, context = x.context, step = x.token_slots.s1](std::int32_t t, std::int32_t& is_hit) -> std::int64_t {
+        is_hit = 0;
+        if (t >= context) return 0;
+        const std::int64_t hint = hints[t * step], slot = static_cast<std::uint64_t>(hint) < hot ? hint : 0;
+        is_hit = (hint == slot) & (tokens(slot) == t);  // the slot itself must confirm it
+        return slot;
       });
     };
     if (x.token_slots.bytes == 2)
@@ -534,11 +566,12 @@ void run(const SpecSwapArgs& x, Stream) {
     bool fresh;
     for (std::int64_t s = 0; s < x.hot; ++s)
       if (tokens(s) >= 0 && tokens(s) != s) hot.put(tokens(s), static_cast<std::int32_t>(s), fresh);
-    resolve(x, b, p, [&](std::int32_t t) -> std::int64_t {
-      if (t < x.hot && tokens(t) == t) return t;
-      if (moved == 0) return -1;
-      const std::int32_t* slot = hot.find(t);
-      return slot ? *slot : -1;
+    resolve(x, b, p, [&](std::int32_t t, std::int32_t& is_hit) -> std::int64_t {
+      is_hit = t < x.hot && tokens(t) == t;
+      if (is_hit) return t;
+      const std::int32_t* slot = moved > 0 ? hot.find(t) : nullptr;
+      is_hit = slot != nullptr;
+      return slot ? *slot : 0;
     });
     if (!p.error.empty()) return;
     const std::uint32_t now = word.next_epoch(control(r)), mask = word.epoch_mask();

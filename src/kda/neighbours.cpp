@@ -47,7 +47,8 @@ void fill(const Checker& check, const GatingUpdateParams& u, bool is_kda, Params
   const std::int64_t HV = u.v.sizes[2], K = u.q.sizes[3];
   p.x_q = tokens(check, "q", u.q, 2), p.x_k = tokens(check, "k", u.k, 2), p.x_v = tokens(check, "v", u.v, 2);
   p.out = u.out.ndim == 4 ? tokens(check, "out", u.out, 2) : u.out;
-  const bool split = is_kda && u.a.given() && u.a.size(-1) == K && u.a.ndim >= 3 && u.a.size(-2) == HV;
+  check.require(!u.a.given() || u.a.ndim >= 1, "a", "at least one dimension", "shape ()");
+  const bool split = is_kda && u.a.given() && u.a.ndim >= 3 && u.a.size(-1) == K && u.a.size(-2) == HV;
   p.g = tokens(check, "a", u.a, split ? 2 : 1);
   check.require(!is_kda || split || !p.g.given() || p.g.size(-1) == HV * K, "a", "HV*K=" + std::to_string(HV * K) + " or (HV, K) last",
                 shape_text(u.a));

@@ -99,9 +99,9 @@ class Loader {
     const auto bytes = file_.get(name, dtype, {shape.begin(), shape.size()});
     std::vector<Bits> w(bytes.size() / sizeof(Bits));
     if (!w.empty()) std::memcpy(w.data(), bytes.data(), bytes.size());
-    bool finite = true;
-    for (const Bits x : w) finite &= (x & exponent) != exponent;
-    if (!finite) {
+    Bits largest = 0;  // a loop that vectorises
+    for (const Bits x : w) largest = std::max<Bits>(largest, x & exponent);
+    if (largest == exponent) {
       const auto bad = std::find_if(w.begin(), w.end(), [=](Bits x) { return (x & exponent) == exponent; });
       const bool nan = (*bad & (std::numeric_limits<Bits>::max() / 2 ^ exponent)) != 0;
       core::throw_value(fmt::format("{}: tensor '{}': expected finite numbers, got {} at element {}.", file_.path(), name,

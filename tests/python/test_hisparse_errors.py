@@ -426,3 +426,13 @@ def test_transfer_refusals():
         call(ptr, ptr, i, i, 0)
     with pytest.raises(ValueError, match=r"transfer_paged: src\[0\]: expected whole DSv4 pages of 37440 bytes, got 37439 bytes\."):
         hisparse.transfer_paged(page[0, 1:], page, i, i)
+
+
+def test_layers_of_a_replay_may_share_buffers():
+    """As in sglang's benchmark: only a layer's own two ends must be apart."""
+    host, device = np.arange(64, dtype=np.uint8).reshape(8, 8), np.zeros((8, 8), np.uint8)
+    plan = dict(miss_src=np.array([[3]]), miss_dst=np.array([[5]], np.int32), miss_count=np.ones(1, np.int32))
+    hisparse.replay_plan(**plan, host_cache=[host] * 3, device_buffer=[device] * 3)
+    np.testing.assert_array_equal(device[5], host[3])
+    with pytest.raises(ValueError, match=r"device_buffer\[1\]: expected memory of its own, got memory that overlaps host_cache\[1\]"):
+        hisparse.replay_plan(**plan, host_cache=[host] * 2, device_buffer=[device, host])

@@ -605,6 +605,7 @@ def test_gating_update_errors():
         (dict(cache_ring=True), "cache_ring expects per-layer ring views"),
         (dict(cache_ring=True, replayssm_rawv=z(1, 7, 4, 5, 64), replayssm_rawk=z(7, 2, 5, 64), replayssm_g=z(7, 4, 5, 64), replayssm_beta=z(7, 4, 5)),
          "cache_ring expects per-layer ring views"),
+        (dict(a=np.zeros((), F32)), op + "a: expected at least one dimension, got shape ()."),
         (dict(a=z(4, 4)), op + "a: expected HV*K=256 or (HV, K) last, got (4, 4)."),
         (dict(k=z(1, 4, 1, 64)), op + "k: expected shape [T=4, H=2, K=64], got (4, 1, 64)."),
         (dict(q=z(4, 2, 64)), op + "q: expected shape [B, T, H, K], got (4, 2, 64)."),
