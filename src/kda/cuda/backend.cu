@@ -18,11 +18,13 @@ Forced& forced() {
 namespace {
 
 /// Whether quads may be accessed as a whole: the pointer and the given strides are multiples of four elements, the dense one is 1.
-void note(Array& a, std::initializer_list<int> strides, int dense) {
+/// `unit` 16 bytes: also whether rows may be moved by bulk copies.
+void note(Array& a, std::initializer_list<int> strides, int dense, std::int64_t unit = 0) {
   if (!a) return;
   const std::int64_t size = a.bf16 ? 2 : 4;
-  a.vec = reinterpret_cast<std::uintptr_t>(a.data) % static_cast<std::uintptr_t>(4 * size) == 0 && a.stride[dense] == 1;
-  for (int i : strides) a.vec = a.vec && a.stride[i] % 4 == 0;
+  if (!unit) unit = 4 * size;
+  a.vec = reinterpret_cast<std::uintptr_t>(a.data) % static_cast<std::uintptr_t>(unit) == 0 && a.stride[dense] == 1;
+  for (int i : strides) a.vec = a.vec && a.stride[i] * size % unit == 0;
 }
 
 /// [.., C, 3] with `channel` the dimension of C.
@@ -48,28 +50,55 @@ void note_rings(Array& rawv, Array& rawk, Array& g, bool scalar_gate, bool layer
 VerifyCall noted(const VerifyCall& call) {
   VerifyCall a = call;
   for (Channel* c : {&a.q, &a.k, &a.v}) {
-    note(c->x, {0, 1}, 2);
+    note(c->x, {0, 1}, 2, 16);
     note(c->weight, {}, 1);
     c->weight.vec = c->weight.vec && c->weight.stride[0] == 4;
     note_window(c->window, 1);
     note_window(c->windows, 2);
   }
-  if (!a.scalar_gate) note(a.g, {0, 1}, 2), note(a.dt_bias, {0}, 1);
-  note(a.gate, {0, 1}, 2), note(a.norm_weight, {}, 0), note(a.out, {0, 1}, 2);
+  if (!a.scalar_gate) note(a.g, {0, 1}, 2, 16), note(a.dt_bias, {0}, 1);
+  note(a.gate, {0, 1}, 2, 16), note(a.norm_weight, {}, 0), note(a.out, {0, 1}, 2);
   note_rings(a.rawv, a.rawk, a.ring_g, a.scalar_gate, false);
   note(a.snapshots, {0, 1, 2}, 4);
   return a;
 }
 
-/// May every quad that a verify touches be accessed as a whole?
-bool all_vec(const VerifyCall& a) {
+/// See verify_kernel.
+bool is_plain(const VerifyCall& a) {
   const auto ok = [](std::initializer_list<const Array*> arrays) {
     return std::all_of(arrays.begin(), arrays.end(), [](const Array* x) { return !*x || x->vec; });
   };
-  bool vec = ok({&a.out, &a.gate, &a.norm_weight, &a.rawv, &a.rawk, &a.snapshots});
-  if (!a.scalar_gate) vec = vec && ok({&a.g, &a.dt_bias, &a.ring_g});
-  for (const Channel* c : {&a.q, &a.k, &a.v}) vec = vec && ok({&c->x, &c->weight, &c->window, &c->windows});
-  return vec;
+  bool plain = a.out.bf16 && !a.parents && !a.scalar_gate && a.g.bf16 && !a.dt_bias.bf16 && (!a.gate || a.gate.bf16) &&
+               ok({&a.g, &a.dt_bias, &a.gate, &a.norm_weight, &a.out, &a.rawv, &a.rawk, &a.ring_g, &a.snapshots}) &&
+               reinterpret_cast<std::uintptr_t>(a.state.data) % 16 == 0 && a.state.stride[0] % (a.state.bf16 ? 8 : 4) == 0;
+  for (const Channel* c : {&a.q, &a.k, &a.v}) {
+    plain = plain && ok({&c->x, &c->weight, &c->window, &c->windows});
+    for (const Array* window : {&c->window, &c->windows}) plain = plain && (!*window || window->layout == Array::kTapRows);
+    // bulk copies read windows
+    plain = plain && (!c->window || (reinterpret_cast<std::uintptr_t>(c->window.data) % 16 == 0 && c->window.stride[0] % 8 == 0 &&
+                                     c->window.stride[2] % 8 == 0));
+  }
+  return plain;
+}
+
+/// May bulk copies move a fold's rows? See fold_stream_kernel.
+bool streams(const FoldCall& a) {
+  const auto rows = [](const Array& x) {
+    Array y = x;
+    note(y, {0, 1, 2}, 4, 16);
+    return y.vec && x.stride[3] == 128;
+  };
+  Array beta = a.ring_beta, state = a.state;
+  note(beta, {0, 1, 2}, 3, 16);
+  state.stride[4] = 1;
+  note(state, {0, 1}, 4, 16);
+  return a.K == 128 && a.V == 128 && !a.scalar_gate && a.rawv.bf16 && state.vec && beta.vec && a.L % 4 == 0 && rows(a.rawk) &&
+         rows(a.rawv) && rows(a.ring_g);
+}
+
+/// CTAs for so many heads of `parts` CTAs each: as many as the GPU holds at once, two a multiprocessor.
+std::int64_t resident(std::int64_t heads, int parts, const launching::DeviceInfo& device) {
+  return std::min(heads, std::max<std::int64_t>(1, 2 * device.multiprocessors / parts)) * parts;
 }
 
 unsigned blocks(std::int64_t n) { return launching::blocks_for(n, 1); }
@@ -87,9 +116,9 @@ void run(const VerifyArgs& args, Stream stream) {
   const std::int64_t longest = std::min({a.T, a.steps, a.cu ? a.T : a.T / a.N});
   const bool tree = static_cast<bool>(a.parents);
   if (tree) a.steps = std::min<std::int64_t>(a.steps, kMaxTree);
-  Form f = {a.out.bf16, a.state.bf16, static_cast<int>(a.K), static_cast<int>(a.V / kRowUnit), !tree && all_vec(a), false};
+  Form f = {a.out.bf16, a.state.bf16, static_cast<int>(a.K), static_cast<int>(a.V / kRowUnit), is_plain(a), false};
   const bool splits = f.plain && f.act_bf16 && !f.state_bf16 && a.K == 128;
-  f.frozen = splits && !a.exact && !a.snapshots && !a.update_state && longest <= kMaxBlock;
+  f.frozen = splits && !a.exact && !a.snapshots && !a.update_state;
   if (forced().frozen >= 0) f.frozen = f.frozen && forced().frozen;
   if (splits && device.major >= 9) {
     const std::int64_t items = a.N * a.HV;
@@ -97,11 +126,11 @@ void run(const VerifyArgs& args, Stream stream) {
     if (forced().rows) f.rows = std::min(f.rows, forced().rows);
   }
   const int parts = static_cast<int>(a.V) / (kRowUnit * f.rows);
-  const int block = static_cast<int>(tree ? std::min(longest, a.columns) : std::min<std::int64_t>(longest, kMaxBlock));
+  const int block = static_cast<int>(tree ? std::min({longest, a.columns, std::int64_t{kMaxTree}}) : kBlock);
   VerifyKernel kernel = splits ? verify_split(f) : f.plain ? verify_plain(f) : VerifyKernel{};
   if (!kernel.run) kernel = f.act_bf16 ? verify_bf16(f) : verify_float(f);
   launching::launch(kernel.run,
-                    {.grid = blocks(a.N * a.HV * parts),
+                    {.grid = blocks(resident(a.N * a.HV, parts, device)),
                      .block = kThreads,
                      .shared = kernel.bytes(block),
                      .cluster = static_cast<unsigned>(parts),
@@ -116,7 +145,17 @@ void run(const FoldArgs& args, Stream stream) {
   note_rings(a.rawv, a.rawk, a.ring_g, a.scalar_gate, true);
   Form f = {a.rawv.bf16, a.state.bf16, static_cast<int>(a.K), static_cast<int>(a.V / kRowUnit), false, false};
   const std::int64_t items = a.layers * a.N * a.HV;
-  while (f.rows > 2 && items * (a.V / kRowUnit / f.rows) * 2 <= launching::device_info().multiprocessors) f.rows /= 2;
+  const launching::DeviceInfo& device = launching::device_info();
+  if (device.major >= 9 && items > device.multiprocessors && !forced().rows && streams(a)) {
+    launching::launch(fold_stream(f),
+                      {.grid = blocks(std::min<std::int64_t>(items, device.multiprocessors)),
+                       .block = kStreamThreads,
+                       .shared = fold_stream_bytes(f.state_bf16),
+                       .overlap = forced().overlap},
+                      stream, a, 1);
+    return;
+  }
+  while (f.rows > 2 && items * (a.V / kRowUnit / f.rows) * 2 <= device.multiprocessors) f.rows /= 2;
   if (forced().rows) f.rows = std::max(2, std::min(f.rows, forced().rows));
   const int parts = static_cast<int>(a.V) / (kRowUnit * f.rows);
   const std::size_t shared = fold_bytes(f.rows, f.K, f.state_bf16 ? 2 : 4);

@@ -24,6 +24,8 @@ VerifyKernel verify_plain(const Form& form);  // the other plain ones, of bfloat
 VerifyKernel verify_bf16(const Form& form);   // any strides, trees
 VerifyKernel verify_float(const Form& form);
 FoldKernel fold_form(const Form& form);
+FoldKernel fold_stream(const Form& form);  // K = V = 128, bfloat16 rings
+std::size_t fold_stream_bytes(bool state_bf16);
 
 /// No request: out is zeros.
 void clear(const VerifyCall& a, Stream stream);

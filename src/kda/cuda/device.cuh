@@ -82,23 +82,50 @@ __device__ __forceinline__ float reciprocal(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
   return r;
 }
-/// expf is two multiply-adds of range reduction and one ex2: accurate to 2 units also for large arguments, which the gate needs.
-__device__ __forceinline__ float sigmoid(float x) { return reciprocal(1.0f + expf(-x)); }
+__device__ __forceinline__ float exp2_of(float x) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+/// e^x, two units also for large |x|: what is lost in x log2(e) comes back as a factor. NaN stays NaN; beyond +-87 the ends of the range.
+__device__ __forceinline__ float exp_of(float x) {
+  asm("max.NaN.f32 %0, %0, 0fC2AE0000;" : "+f"(x));  // -87
+  asm("min.NaN.f32 %0, %0, 0f42B00000;" : "+f"(x));  // 88
+  const float t = x * 1.44269502f, lost = fmaf(x, 1.92596303e-8f, fmaf(x, 1.44269502f, -t));
+  const float e = exp2_of(t);
+  return fmaf(e * 0.693147182f, lost, e);
+}
+__device__ __forceinline__ float sigmoid(float x) { return reciprocal(1.0f + exp_of(-x)); }
+/// The same within 1e-6 for |x| up to 10, for values that are rounded to bfloat16 or multiply one that is.
+__device__ __forceinline__ float quick_sigmoid(float x) { return reciprocal(1.0f + exp2_of(x * -1.44269502f)); }
 
 __device__ __forceinline__ float inverse_norm(float sum) { return rsqrtf(sum + 1e-6f); }
 
 /// exp(a_log), kept finite so that it times a vanished softplus is 0 and not NaN.
 __device__ __forceinline__ float amplitude_of(float a_log) { return fminf(expf(a_log), 3.402823466e38f); }
 
+/// log(1 + e^y) = max(y, 0) + 2 atanh(s), s = e / (2 + e) with e = e^-|y|: a short series, since s <= 1/3.
+__device__ __forceinline__ float softplus(float y) {
+  const float e = exp_of(-fabsf(y)), s = e * reciprocal(2.0f + e), s2 = s * s;
+  float p = 2.0f / 15.0f;
+  p = fmaf(p, s2, 2.0f / 13.0f);
+  p = fmaf(p, s2, 2.0f / 11.0f);
+  p = fmaf(p, s2, 2.0f / 9.0f);
+  p = fmaf(p, s2, 2.0f / 7.0f);
+  p = fmaf(p, s2, 2.0f / 5.0f);
+  p = fmaf(p, s2, 2.0f / 3.0f);
+  p = fmaf(p, s2, 2.0f);
+  return fmaf(p, s, fmaxf(y, 0.0f));
+}
+
 struct Gate {
   bool safe;
-  float lower_bound, softplus_beta, softplus_threshold, amplitude;
+  float lower_bound, softplus_beta, inverse_beta, softplus_threshold, amplitude;
 
   __device__ __forceinline__ float log_decay(float x) const {
     if (safe) return lower_bound * sigmoid(amplitude * x);
     const float y = x * softplus_beta;
-    const float soft = log1pf(expf(fminf(y, 90.0f))) / softplus_beta;
-    return -(amplitude * (y > fminf(softplus_threshold, 80.0f) || x != x ? x : soft));
+    return -(amplitude * (y > softplus_threshold || x != x ? x : softplus(y) * inverse_beta));
   }
 };
 
@@ -133,13 +160,13 @@ __device__ __forceinline__ void load_values(const Array& t, std::int64_t offset,
 }
 
 /// The three inputs of a conv window of four channels, oldest first. `offset` is that of the first channel, tap 0.
-template <class T, bool kVec>
+template <class T>
 __device__ __forceinline__ void load_window(const Array& t, std::int64_t offset, std::int64_t channel, std::int64_t tap, Quad<T> (&x)[3]) {
   const T* p = static_cast<const T*>(t.data) + offset;
-  if ((kVec || t.vec) && t.layout == Array::kTapRows) {
+  if (t.vec && t.layout == Array::kTapRows) {
 #pragma unroll
     for (int i = 0; i < 3; ++i) x[i] = *reinterpret_cast<const Quad<T>*>(p + i * tap);
-  } else if (kVec || t.vec) {
+  } else if (t.vec) {
     Quad<T> flat[3];
 #pragma unroll
     for (int i = 0; i < 3; ++i) flat[i] = reinterpret_cast<const Quad<T>*>(p)[i];
@@ -150,15 +177,16 @@ __device__ __forceinline__ void load_window(const Array& t, std::int64_t offset,
     for (int i = 0; i < 12; ++i) set_element(x[i % 3], i / 3, bits(p[(i / 3) * channel + (i % 3) * tap]));
   }
 }
-template <bool kVec, class T>
+/// kRows: the channels of a tap are known to be dense.
+template <bool kRows, class T>
 __device__ __forceinline__ void store_window(const Array& t, std::int64_t offset, std::int64_t channel, std::int64_t tap, const Quad<T>& a,
                                              const Quad<T>& b, const Quad<T>& c) {
   T* p = static_cast<T*>(t.data) + offset;
-  if ((kVec || t.vec) && t.layout == Array::kTapRows) {
+  if (kRows || (t.vec && t.layout == Array::kTapRows)) {
     *reinterpret_cast<Quad<T>*>(p) = a;
     *reinterpret_cast<Quad<T>*>(p + tap) = b;
     *reinterpret_cast<Quad<T>*>(p + 2 * tap) = c;
-  } else if (kVec || t.vec) {
+  } else if (t.vec) {
     Quad<T> flat[3] = {};
 #pragma unroll
     for (int i = 0; i < 12; ++i) set_element(flat[i / 4], i % 4, element(i % 3 == 0 ? a : i % 3 == 1 ? b : c, i / 3));
@@ -178,6 +206,16 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global) {
   else
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(global), "n"(kBytes) : "memory");
 }
+/// 16 bytes, or zeros where nothing is to be read.
+__device__ __forceinline__ void copy_async_or_zero(void* shared, const void* global, bool valid) {
+  const auto to = static_cast<std::uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(valid ? 16 : 0) : "memory");
+}
+/// This thread's arrival at a barrier that expects one of every thread, once its copies are there.
+__device__ __forceinline__ void arrive_with_copies(std::uint64_t* barrier) {
+  const auto at = static_cast<std::uint32_t>(__cvta_generic_to_shared(barrier));
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(at) : "memory");
+}
 __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 __device__ __forceinline__ float dot4(const float (&x)[4], const float (&y)[4]) {
@@ -195,6 +233,12 @@ __device__ __forceinline__ void warp_sums(float (&x)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) x[i] += __shfl_xor_sync(kAll, x[i], d);
 }
+
+/// Values that are the same in the whole warp, told so to the compiler: branches on them need no care for divergence, and addresses
+/// from them are computed once a warp.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(kAll, x, 0); }
+__device__ __forceinline__ std::int64_t uniform(std::int64_t x) { return __shfl_sync(kAll, static_cast<long long>(x), 0); }
+__device__ __forceinline__ int warp_of_block() { return uniform(static_cast<int>(threadIdx.x) / 32); }
 
 /// Programmatic dependent launch; both do nothing where a kernel was launched without it.
 __device__ __forceinline__ void wait_for_predecessor() {

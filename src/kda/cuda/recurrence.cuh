@@ -72,23 +72,22 @@ __device__ __forceinline__ float u_of(float u, int i, int lane) {
 
 /// What one token needs of the recurrence, all in shared memory.
 struct Step {
-  const float *k, *q, *decay;  // [K]; k and q normalised
+  const float *k, *q, *decay;  // [K]; k and q without their norms
   float v;                     // of the lane's row
-  float beta, kq;
+  float beta, fk, fq, kq;      // fk, fq: the norms' factors; kq: of the normalised k and q
 };
 
-/// S *= decay; u = (v - S.k) * beta; S += u k. Returns u in even lanes and, with kOut, o = S.q of the updated state in odd ones, each of
-/// the lane's row. kUpdate: false leaves S without the last line.
+/// S *= decay; u = (v - S.k) * beta; S += u k, for the normalised k. Returns u in even lanes and, with kOut, o = S.q of the updated state
+/// in odd ones, each of the lane's row. `update` false leaves S without the last line.
 template <int K, int R, bool kOut, bool kRound>
 __device__ __forceinline__ float advance(Rows<K, R>& x, const Step& t, int lane, bool update) {
   constexpr int C = K / 16;
   const int l = lane & 15;
   float k[C], p[R], r[R];
   {
-    float d[C], q[C];
+    float d[C];
     channels<K>(t.decay, l, d);
     channels<K>(t.k, l, k);
-    if (kOut) channels<K>(t.q, l, q);
 #pragma unroll
     for (int i = 0; i < R; ++i) {
       p[i] = 0, r[i] = 0;
@@ -96,11 +95,18 @@ __device__ __forceinline__ float advance(Rows<K, R>& x, const Step& t, int lane,
       for (int c = 0; c < C; ++c) {
         x.s[i][c] *= d[c];
         p[i] = fmaf(x.s[i][c], k[c], p[i]);
-        if (kOut) r[i] = fmaf(x.s[i][c], q[c], r[i]);
       }
     }
   }
-  const float sum = row_sums<R, kOut>(p, r, lane);
+  if (kOut) {
+    float q[C];
+    channels<K>(t.q, l, q);
+#pragma unroll
+    for (int i = 0; i < R; ++i)
+#pragma unroll
+      for (int c = 0; c < C; ++c) r[i] = fmaf(x.s[i][c], q[c], r[i]);
+  }
+  const float sum = row_sums<R, kOut>(p, r, lane) * (kOut && (lane & 1) ? t.fq : t.fk);
   const float u = (t.v - sum) * t.beta;  // in odd lanes of kOut: of r, and not used
   float result = u;
   if (kOut) {
@@ -108,9 +114,10 @@ __device__ __forceinline__ float advance(Rows<K, R>& x, const Step& t, int lane,
     if (lane & 1) result = fmaf(mine, t.kq, sum);
   }
   if (update) {
+    const float scaled = u * t.fk;
 #pragma unroll
     for (int i = 0; i < R; ++i) {
-      const float ui = u_of<R>(u, i, lane);
+      const float ui = u_of<R>(scaled, i, lane);
 #pragma unroll
       for (int c = 0; c < C; ++c) x.s[i][c] = fmaf(ui, k[c], x.s[i][c]);
       if (kRound) round_bf16(x.s[i]);
@@ -121,7 +128,7 @@ __device__ __forceinline__ float advance(Rows<K, R>& x, const Step& t, int lane,
 
 /// The update alone, for a token whose u is known: the same operations as `advance`.
 template <int K, int R, bool kRound>
-__device__ __forceinline__ void replay(Rows<K, R>& x, const float* decay, const float* key, const float* u_rows, int lane) {
+__device__ __forceinline__ void replay(Rows<K, R>& x, const float* decay, const float* key, float fk, const float* u_rows, int lane) {
   constexpr int C = K / 16;
   const int l = lane & 15;
   float d[C], k[C];
@@ -129,7 +136,7 @@ __device__ __forceinline__ void replay(Rows<K, R>& x, const float* decay, const 
   channels<K>(key, l, k);
 #pragma unroll
   for (int i = 0; i < R; ++i) {
-    const float u = u_rows[i ^ row_of<R>(l)];
+    const float u = u_rows[i ^ row_of<R>(l)] * fk;
 #pragma unroll
     for (int c = 0; c < C; ++c) x.s[i][c] = fmaf(u, k[c], x.s[i][c] * d[c]);
     if (kRound) round_bf16(x.s[i]);
@@ -157,6 +164,21 @@ __device__ __forceinline__ void fetch_rows(const S* from, S* to) {
     const int piece = i * 32 + lane;
     if (kPieces % 32 == 0 || piece < kPieces) copy_async<kBytes>(to + first + piece * kPiece, from + first + piece * kPiece);
   }
+}
+
+/// The same by one bulk copy, which arrives at the warp's own `barrier`. `from` and `to` as above, multiples of 16 bytes.
+template <int K, int R, class S>
+__device__ __forceinline__ void bulk_rows(const S* from, S* to, std::uint64_t* barrier, int lane) {
+#if __CUDA_ARCH__ >= 900
+  constexpr std::uint32_t kBytes = 2 * R * K * sizeof(S);
+  const int first = static_cast<int>(threadIdx.x) / 32 * 2 * R * K;
+  specstate::cuda::ptx::fence_async();  // what threads wrote there comes before what is copied there
+  __syncwarp();
+  if (lane == 0) {
+    specstate::cuda::ptx::barrier_expect(barrier, kBytes);
+    specstate::cuda::ptx::bulk_load(to + first, from + first, kBytes, barrier);
+  }
+#endif
 }
 
 template <int K, int R, class S>

@@ -1,87 +1,112 @@
 #pragma once
-// Verify and decode: convolution, gates, recurrence and output norm of one (request, value head) in one CTA, or in a cluster of CTAs
-// that cut the head's value rows among them.
+// Verify and decode: convolution, gates, recurrence and output norm of one (request, value head) by one CTA, or by a cluster of CTAs
+// that cut the head's value rows among them. CTAs stay and take one head after another.
 //
-// What moves: the head's state once (64 KiB at K = V = 128), and per token some 4 KiB of activations, windows and records. The state's
-// copy into shared memory is started as soon as the slot is known and runs under all that comes before the recurrence:
-//   tokens    a warp takes two tokens' q and k, or their v, gates and beta; a lane four channels. Convolution, SiLU, rounding, norm, log
-//             decay; records and windows leave from registers; what the recurrence needs goes to shared memory as fp32.
-//   rows      `advance` of recurrence.cuh token by token with the state in registers; o goes to shared memory.
-//   output    a warp takes a token; the sum of squares is taken in units of 16 rows that are added in a fixed tree, so that it has the
-//             same bits however a head is cut; a cluster pushes its units to all its CTAs before one barrier.
-// Requests of more tokens than a block are worked on block by block, the state staying in registers.
+// What moves: the head's state once (64 KiB at K = V = 128), and per token some 4 KiB of activations, windows and records. All of it comes
+// by bulk copies into shared memory, asked for as soon as the place is free, so that the next head's (or block's) bytes are on their way
+// while this one is worked on; a warp asks for the rows of the state that it alone will read. Tokens are worked on in blocks of 8:
+//   stage      raw inputs (the three before the block too), gates, taps as they are in memory
+//   tokens     two warps each for q, k, v and the gates; a lane owns four channels. Convolution, SiLU, rounding; records and windows leave
+//              from registers, fp32 rows for the recurrence stay in shared memory, not normalised
+//   scalars    a warp a token: k.k, q.q, k.q. The norms are factors of a row's sums, so no vector is scaled by them
+//   rows       `advance` of recurrence.cuh token by token with the state in registers; o goes to shared memory
+//   output     a warp a token; the sum of squares is taken in units of 16 rows that are added in a fixed tree, so that it has the same bits
+//              however a head is cut; a cluster pushes its units to all its CTAs before one barrier
+// The code of each step is a loop, not a straight line: unrolled, it did not fit the instruction caches and ran four times slower.
 //
-// kFrozen is the faster form for ring mode: the state stays as it was before the first token and all of P = S0 [D_t k_t | D_t q_t] is
-// computed in two multiply-adds an element and token instead of four, with no dependence between tokens; what the tokens do to each
-// other is a triangle of W x W dot products (D_t the product of decays, R_tj the part of it between two tokens):
-//     u_t = beta_t (v_t - S0.(D_t k_t) - sum_{j<t} (k_t . R_tj k_j) u_j),   o_t = S0.(D_t q_t) + sum_{j<=t} (q_t . R_tj k_j) u_j.
+// kFrozen is the faster form for ring mode: within a block the state stays as it was and P = S0 [D_t k_t | D_t q_t] is computed in two
+// multiply-adds an element and token instead of four, with no dependence between tokens; what the tokens do to each other is a triangle
+// of dot products (D_t the product of the block's decays, R_tj the part of it between two tokens):
+//     u_t = beta_t (v_t - S0.(D_t k_t) - sum_{j<t} (k_t . R_tj k_j) u_j),   o_t = S0.(D_t q_t) + sum_{j<=t} (q_t . R_tj k_j) u_j,
+//     S_n = S0 D_n + sum_j u_j (R_nj k_j)^T between blocks.
 // R_tj is always an ordered product, never a quotient, so an unbounded gate cannot overflow it.
 #include <cooperative_groups.h>
+
+#include <type_traits>
 
 #include "kda/cuda/backend.hpp"
 #include "kda/cuda/recurrence.cuh"
 
 namespace specstate::kda::cuda {
 
-constexpr int kChunk = 2;      // tokens of a warp's unit
-constexpr int kMaxBlock = 16;  // tokens whose operands are in shared memory at once
-constexpr int kMaxTree = 64;   // nodes of a tree: ancestors are a 64-bit mask
-
-/// Where things are in a CTA's shared memory, for `block` tokens. Everything is an offset from the base that costs no register.
-template <int K, int R, class S, bool kTree, bool kFrozen>
-struct Shared {
-  static constexpr int kRows = kRowUnit * R;
-  char* base;
-  int block;
-
-  static constexpr int kState = kRows * K * static_cast<int>(sizeof(S));
-  /// Bytes of the parts that grow with the block, by token, each a multiple of 16 for a block of a multiple of 4.
-  static constexpr int kOfToken = 4 * (3 * K + 2 * kRows + 16 + (kTree || kFrozen ? kRows : 0) + 2) + (kTree ? 12 : 0);
-
-  static __host__ __device__ int rounded(int block) { return (block + 3) / 4 * 4; }
-  static __host__ __device__ std::size_t bytes(int block) {
-    const int b = rounded(block);
-    return static_cast<std::size_t>(kState) + static_cast<std::size_t>(b) * kOfToken + (kFrozen ? 8 * static_cast<std::size_t>(b) * b : 0);
-  }
-
-  __device__ S* state() const { return reinterpret_cast<S*>(base); }               // [rows, K]
-  __device__ float* k() const { return reinterpret_cast<float*>(base + kState); }  // [block, K]
-  __device__ float* q() const { return k() + block * K; }                          // [block, K]
-  __device__ float* decay() const { return k() + 2 * block * K; }                  // [block, K]
-  __device__ float* v() const { return k() + 3 * block * K; }                      // [block, rows]; o takes v's place
-  __device__ float* gate() const { return v() + block * kRows; }                   // [block, rows] sigmoid of the norm's gate
-  __device__ float* units() const { return v() + 2 * block * kRows; }              // [2, block, 8] sums of squares of 16 rows
-  __device__ float* beta() const { return units() + 16 * block; }                  // [block]
-  __device__ float* kq() const { return units() + 17 * block; }                    // [block] k . q
-  __device__ float* u() const { return units() + 18 * block; }                     // [block, rows] (trees, frozen)
-  __device__ float* triangle() const { return u() + block * kRows; }               // [2, block, block] (frozen)
-  __device__ std::uint64_t* above() const { return reinterpret_cast<std::uint64_t*>(u() + block * kRows); }  // [block] ancestors (trees)
-  __device__ int* parent() const { return reinterpret_cast<int*>(above() + block); }                         // [block] (trees)
-};
+constexpr int kBlock = 8;     // tokens of a chain whose operands are in shared memory at once
+constexpr int kMaxTree = 64;  // nodes of a tree, all in one block: ancestors are a 64-bit mask
 
 /// One (request, value head, part of its rows).
 struct Item {
   std::int64_t slot, row, begin;  // slot -1: from zeros; row -1: no snapshots and windows
-  int tokens, hv, h, v0;          // v0: first value row of this CTA
+  int tokens, hv, h;
   bool padding;
-  bool keys;  // writes what all CTAs of the key head have in common
+};
+static_assert(sizeof(Item) <= 48);
+
+/// Where things are in a CTA's shared memory. Everything is an offset from the base that costs no register.
+template <class Act, class S, int K, int R, bool kPlain, bool kFrozen>
+struct Shared {
+  static constexpr int kRows = kRowUnit * R;
+  using Raw = std::conditional_t<kPlain, bfloat16, float>;  // of the gates in the stage
+  char* base;
+  int block;  // a multiple of 4
+
+  static constexpr int kState = kRows * K * static_cast<int>(sizeof(S));
+  static constexpr int kFixed = 16 * (K + K + kRows) + 4 * K + 128;  // taps, bias, barriers and the next item
+  static constexpr int kAct = static_cast<int>(sizeof(Act)) * (2 * K + kRows);
+  static constexpr int kOfToken = 4 * (4 * K + 2 * kRows + 16 + 4) + kAct + static_cast<int>(sizeof(Act)) * kRows +
+                                  static_cast<int>(sizeof(Raw)) * (K + 2 * kRows) + (kPlain ? 0 : 12);
+
+  static __host__ __device__ int rounded(int block) { return kPlain ? kBlock : (block + 3) / 4 * 4; }
+  static __host__ __device__ std::size_t bytes(int block) {
+    const int b = rounded(block);
+    return static_cast<std::size_t>(kState + kFixed + 3 * kAct) + static_cast<std::size_t>(b) * kOfToken + (kFrozen ? 8 * b * b : 0);
+  }
+
+  __device__ S* state() const { return reinterpret_cast<S*>(base); }                                         // [rows, K]
+  __device__ std::uint64_t* barriers() const { return reinterpret_cast<std::uint64_t*>(base + kState); }     // tokens, then one a warp
+  __device__ Item* next() const { return reinterpret_cast<Item*>(base + kState + 80); }                      // what comes after this item
+  __device__ float* taps(int c) const { return reinterpret_cast<float*>(base + kState + 128) + c * 4 * K; }  // [K or rows, 4]
+  __device__ float* bias() const { return taps(2) + 4 * kRows; }                                             // [K]
+  __device__ float* k() const { return bias() + K; }                                                         // [block, K]
+  __device__ float* q() const { return k() + block * K; }                                                    // [block, K]
+  __device__ float* decay() const { return k() + 2 * block * K; }                                            // [block, K]
+  __device__ float* product() const { return k() + 3 * block * K; }                   // [block, K] of the block's decays (frozen)
+  __device__ float* u() const { return k() + 4 * block * K; }                         // [block, rows] (trees, frozen)
+  __device__ float* o() const { return u() + block * kRows; }                         // [block, rows]
+  __device__ float* units() const { return o() + block * kRows; }                     // [2, block, 8] sums of squares of 16 rows
+  __device__ float* beta() const { return units() + 16 * block; }                     // [block]
+  __device__ float* fk() const { return units() + 17 * block; }                       // [block] 1 / |k|
+  __device__ float* fq() const { return units() + 18 * block; }                       // [block] scale / |q|
+  __device__ float* kq() const { return units() + 19 * block; }                       // [block] k . q, normalised
+  __device__ Act* v() const { return reinterpret_cast<Act*>(units() + 20 * block); }  // [block, rows]
+  /// Input i of the block (three before its first token, then its tokens) of q, k or v.
+  __device__ Act* x(int c) const { return v() + block * kRows + c * (block + 3) * K; }          // [block + 3, K or rows]
+  __device__ Raw* raw_g() const { return reinterpret_cast<Raw*>(x(2) + (block + 3) * kRows); }  // [block, K]
+  __device__ Raw* raw_gate() const { return raw_g() + block * K; }                              // [block, rows]
+  __device__ Raw* gate() const { return raw_gate() + block * kRows; }                           // [block, rows] the same, until the output
+  __device__ float* triangle() const { return reinterpret_cast<float*>(gate() + block * kRows); }  // [2, block, block] (frozen)
+  __device__ std::uint64_t* above() const { return reinterpret_cast<std::uint64_t*>(gate() + block * kRows); }  // [block] (trees)
+  __device__ int* parent() const { return reinterpret_cast<int*>(above() + block); }                            // [block] (trees)
 };
 
-__device__ __forceinline__ Item item_of(const VerifyCall& a, std::int64_t request, int hv, int v0) {
-  Item it;
-  const int group = static_cast<int>(a.HV / a.H);
-  it.hv = hv, it.h = hv / group, it.v0 = v0;
-  it.keys = v0 == 0 && hv % group == 0;
-  const std::int64_t slot = index(a.slots, request), each = a.T / a.N;
-  std::int64_t begin = request * each, end = begin + each;
+/// `head` counts heads of all requests; past the last one: no tokens.
+__device__ __forceinline__ Item item_of(const VerifyCall& a, std::int64_t head) {
+  Item it = {-1, -1, 0, 0, 0, 0, false};
+  if (head >= a.N * a.HV) return it;
+  const int request = static_cast<int>(head / a.HV);
+  it.hv = static_cast<int>(head % a.HV), it.h = it.hv / static_cast<int>(a.HV / a.H);
+  std::int64_t slot = index(a.slots, request), begin = 0, end = 0, row = request;
   if (a.cu) begin = index(a.cu, request), end = index(a.cu, request + 1);
+  if (a.rows) row = index(a.rows, request);
+  slot = uniform(slot), begin = uniform(begin), end = uniform(end), row = uniform(row);
+  if (!a.cu) {
+    const std::int64_t each = a.T / a.N;
+    begin = request * each, end = begin + each;
+  }
   const bool null = slot <= a.null_slot;
-  const bool inside = 0 <= begin && begin <= end && end <= a.T;
-  it.begin = begin, it.tokens = inside ? static_cast<int>(end - begin) : 0;
-  it.slot = null ? -1 : slot, it.row = -1;
+  it.begin = begin, it.tokens = 0 <= begin && begin <= end && end <= a.T ? static_cast<int>(end - begin) : 0;
+  it.slot = null ? -1 : slot;
   it.padding = null ? !a.null_from_zero : slot < 0 || slot >= a.pool;
   if ((a.snapshots || a.q.windows) && (!null || (a.null_from_zero && a.snapshots))) {
-    it.row = a.rows ? index(a.rows, request) : request;
+    it.row = row;
     const bool none = a.null_from_zero && it.row < 0;
     if (none) it.row = -1;
     it.padding |= !none && (it.row < 0 || it.row >= a.row_count);
@@ -91,48 +116,127 @@ __device__ __forceinline__ Item item_of(const VerifyCall& a, std::int64_t reques
 }
 
 /// Zeros for tokens [begin, end) of the CTA's value rows.
-template <class Act, bool kVec>
-__device__ __forceinline__ void clear_out(const VerifyCall& a, std::int64_t begin, std::int64_t end, int hv, int v0, int rows) {
-  const int quads = rows / 4;
-  for (std::int64_t i = threadIdx.x; i < (end - begin) * quads; i += kThreads)
-    store_quad<kVec>(a.out, at(a.out, begin + i / quads, hv) + v0 + i % quads * 4, Quad<Act>{});
+template <class Act>
+__device__ __noinline__ void clear_out(const VerifyCall& a, std::int64_t begin, std::int64_t end, int hv, int v0, int rows) {
+  const int row = static_cast<int>(threadIdx.x) % rows;
+  for (std::int64_t t = begin + static_cast<int>(threadIdx.x) / rows; t < end; t += kThreads / rows)
+    store(a.out, at(a.out, t, hv, v0 + row), 0.0f);
 }
 
-/// What the convolution of up to kChunk tokens and four channels reads: loaded before anything is written, so that all loads of a
-/// unit are on their way together.
-template <class Act>
-struct Inputs {
-  Quad<Act> x[kChunk][4];  // oldest first
-  float taps[4][4];        // [channel, tap]
-};
+__device__ __forceinline__ const Channel& channel_of(const VerifyCall& a, int c) { return c == 0 ? a.q : c == 1 ? a.k : a.v; }
 
-/// Tokens first + [0, count) of the request, channels d to d + 3 of a head of `dim`.
-template <class Act, bool kPlain, class M>
-__device__ __forceinline__ void read_inputs(const Channel& c, const Item& it, const M& s, bool tree, int head, int dim, int d, int first,
-                                            int count, Inputs<Act>& in) {
-  const std::int64_t row = it.begin + first;
-  if (!c.weight) {
+/// Asks for the raw inputs of tokens [first, first + n) in 16-byte pieces: half a warp a row. The whole CTA, which arrives at the barrier of
+/// the tokens when they have.
+template <class M, int K>
+__device__ __forceinline__ void request_tokens(const VerifyCall& a, const Item& it, const M& s, int v0, int first, int n) {
+  constexpr int kRows = M::kRows;
+  const int thread = static_cast<int>(threadIdx.x), row = thread / 16, e = thread % 16 * 8;
+  const bool conv = static_cast<bool>(a.q.weight), past = first + row < 3;  // past: a row of the window
 #pragma unroll
-    for (int j = 0; j < kChunk; ++j)
-      if (j < count) in.x[j][3] = load_quad<Act, kPlain>(c.x, at(c.x, row + j, head) + d);
-    return;
+  for (int c = 0; c < 3; ++c) {
+    const Channel& x = channel_of(a, c);
+    const int dim = c == 2 ? kRows : K, head = c == 2 ? it.hv : it.h, d = c == 2 ? v0 : 0;
+    if (row < n + 3 && e < dim && (conv || row >= 3)) {
+      const bfloat16* from = static_cast<const bfloat16*>(x.x.data);
+      if (past)
+        from = static_cast<const bfloat16*>(x.window.data) +
+               at(x.window, it.slot < 0 ? 0 : it.slot, head * (c == 2 ? static_cast<int>(a.V) : K) + d, row);
+      else
+        from += at(x.x, it.begin + (first - 3), head) + d + row * x.x.stride[0];
+      copy_async_or_zero(s.x(c) + row * dim + e, from + e, !past || it.slot >= 0);
+    }
+    if (conv) {
+      const int channel = c == 1 ? thread - 128 : thread;
+      if (channel >= 0 && channel < dim)
+        copy_async<16>(s.taps(c) + 4 * channel,
+                       static_cast<const float*>(x.weight.data) +
+                           (static_cast<std::int64_t>(head) * (c == 2 ? static_cast<int>(a.V) : K) + d + channel) * 4);
+    }
   }
-  const std::int64_t channel = static_cast<std::int64_t>(head) * dim + d;
-  Quad<Act> window[3] = {};
-  if ((tree || first < 3) && it.slot >= 0)
-    load_window<Act, kPlain>(c.window, at(c.window, it.slot, channel), c.window.stride[1], c.window.stride[2], window);
-  // Input i of a request: 0 to 2 are its window, 3 + t is token t.
-  const auto input = [&](int i) {
-    return i == 0 ? window[0] : i == 1 ? window[1] : i == 2 ? window[2] : load_quad<Act, kPlain>(c.x, at(c.x, it.begin + i - 3, head) + d);
-  };
+  const int token = row % 8;
+  const bool second = row >= 8;
+  if (token < n && e < (second ? kRows : K) && (!second || a.gate)) {
+    const Array& from = second ? a.gate : a.g;
+    copy_async<16>((second ? s.raw_gate() + token * kRows : s.raw_g() + token * K) + e,
+                   static_cast<const bfloat16*>(from.data) + at(from, it.begin + first + token, it.hv) + (second ? v0 : 0) + e);
+  }
+  if (thread >= 128 && thread < 128 + K / 4)
+    copy_async<16>(s.bias() + (thread - 128) * 4, static_cast<const float*>(a.dt_bias.data) + at(a.dt_bias, it.hv) + (thread - 128) * 4);
+  arrive_with_copies(s.barriers());
+}
+
+/// The same by loads of single elements, for any strides and dtypes; the whole CTA, which waits for it at once.
+template <class M, class Act, int K>
+__device__ __forceinline__ void copy_tokens(const VerifyCall& a, const Item& it, const M& s, int v0, int first, int n) {
+  constexpr int kRows = M::kRows;
+  const int thread = static_cast<int>(threadIdx.x);
+#pragma unroll 1
+  for (int c = 0; c < 3; ++c) {
+    const Channel& x = channel_of(a, c);
+    const int dim = c == 2 ? kRows : K, head = c == 2 ? it.hv : it.h, d = c == 2 ? v0 : 0;
+    const std::int64_t channel = (c == 2 ? it.hv * a.V + v0 : it.h * static_cast<std::int64_t>(K));
+#pragma unroll 1
+    for (int i = thread; i < (n + 3) * dim; i += kThreads) {
+      const int input = first + i / dim, e = i % dim;
+      Act value = {};
+      if (input >= 3)
+        value = static_cast<const Act*>(x.x.data)[at(x.x, it.begin + input - 3, head) + d + e];
+      else if (x.weight && it.slot >= 0)
+        value = static_cast<const Act*>(x.window.data)[at(x.window, it.slot, channel + e, input)];
+      s.x(c)[i] = value;
+    }
+    if (x.weight)
+#pragma unroll 1
+      for (int i = thread; i < 4 * dim; i += kThreads) s.taps(c)[i] = load(x.weight, at(x.weight, channel + i / 4, i % 4));
+  }
+  using Raw = typename M::Raw;
+  const auto put = [](Raw& to, float x) { to = core::from_float<Raw>(x); };
+#pragma unroll 1
+  for (int i = thread; i < n * K; i += kThreads)
+    put(s.raw_g()[i],
+        load(a.g, a.scalar_gate ? at(a.g, it.begin + first + i / K, it.hv) : at(a.g, it.begin + first + i / K, it.hv, i % K)));
+  if (a.gate)
+#pragma unroll 1
+    for (int i = thread; i < n * kRows; i += kThreads)
+      put(s.raw_gate()[i], load(a.gate, at(a.gate, it.begin + first + i / kRows, it.hv, v0 + i % kRows)));
+  for (int i = thread; i < K; i += kThreads) s.bias()[i] = load(a.dt_bias, a.scalar_gate ? at(a.dt_bias, it.hv) : at(a.dt_bias, it.hv, i));
+  __syncthreads();
+}
+
+/// Convolution of every second token from `t` on of q, k or v (c); lane: four channels.
+template <class Act, int K, bool kPlain, class M>
+__device__ __forceinline__ void convolve(const VerifyCall& a, const Item& it, const M& s, int c, int v0, int first, int n, int t,
+                                         int lane) {
+  const int dim = c == 2 ? M::kRows : K, d = lane * 4;
+  if (d >= dim) return;
+  const bool tree = !kPlain && a.parents;
+  const Channel& channel = channel_of(a, c);
+  const Act* const x = s.x(c) + d;
+  float* const to = (c == 0 ? s.q() : s.k()) + d;
+  // What all CTAs of a key head have in common is written by one of them.
+  const bool writes = c == 2 || (v0 == 0 && it.hv % static_cast<int>(a.HV / a.H) == 0);
+  const bool windows = writes && channel.windows && it.row >= 0;
+  const Array& ring = c == 1 ? a.rawk : a.rawv;
+  const bool records = writes && c > 0 && ring && it.slot >= 0;
+  const int head = c == 2 ? it.hv : it.h;
+  const std::int64_t first_channel = c == 2 ? it.hv * a.V + v0 + d : it.h * static_cast<std::int64_t>(K) + d;
+  // Where token t goes in memory; t moves on by 2.
+  Act* window = static_cast<Act*>(channel.windows.data) + (windows ? at(channel.windows, it.row, first + t, first_channel) : 0);
+  Act* record = static_cast<Act*>(ring.data) + (records ? at(ring, it.slot, head, first + t) + (c == 2 ? v0 : 0) + d : 0);
+  const std::int64_t tap = channel.windows.stride[3];
+  float taps[4][4];
+  if (channel.weight) {
 #pragma unroll
-  for (int j = 0; j < kChunk; ++j) {
-    if (j >= count) break;
+    for (int e = 0; e < 4; ++e) unpack(*reinterpret_cast<const Quad<float>*>(s.taps(c) + (d + e) * 4), taps[e]);
+  }
+#pragma unroll 1
+  for (; t < n; t += 2, window += 2 * channel.windows.stride[1], record += 2 * ring.stride[2]) {
+    Quad<Act> in[4];
     if (tree) {  // the three inputs before a node are its ancestors'
-      int node = s.parent()[first + j], past = 0;
+      int node = s.parent()[t], past = 0;
 #pragma unroll
-      for (int t = 2; t >= 0; --t) {
-        in.x[j][t] = input(node >= 0 ? node + 3 : 2 - past);
+      for (int i = 2; i >= 0; --i) {
+        in[i] = *reinterpret_cast<const Quad<Act>*>(x + (node >= 0 ? node + 3 : 2 - past) * dim);
         if (node >= 0)
           node = s.parent()[node];
         else
@@ -140,149 +244,243 @@ __device__ __forceinline__ void read_inputs(const Channel& c, const Item& it, co
       }
     } else {
 #pragma unroll
-      for (int t = 0; t < 3; ++t) in.x[j][t] = j == 0 ? input(first + t) : in.x[j - 1][t + 1];
+      for (int i = 0; i < 3; ++i) in[i] = *reinterpret_cast<const Quad<Act>*>(x + (t + i) * dim);
     }
-    in.x[j][3] = input(first + j + 3);
-  }
+    in[3] = *reinterpret_cast<const Quad<Act>*>(x + (t + 3) * dim);
+    float y[4];
+    if (channel.weight) {
+      float z[4];
 #pragma unroll
-  for (int e = 0; e < 4; ++e) {
-    if (kPlain || c.weight.vec) {
-      unpack(load_quad<float, true>(c.weight, (channel + e) * 4), in.taps[e]);
-    } else {
+      for (int i = 0; i < 4; ++i) {
+        unpack(in[i], z);
 #pragma unroll
-      for (int t = 0; t < 4; ++t) in.taps[e][t] = load(c.weight, at(c.weight, channel + e, t));
-    }
-  }
-}
-
-/// q, k or v as the recurrence uses them; the windows after each token are written.
-template <bool kPlain, class Act>
-__device__ __forceinline__ void convolve(const Channel& c, const Item& it, bool writes, int head, int dim, int d, int first, int count,
-                                         const Inputs<Act>& in, float (&y)[kChunk][4]) {
-  const std::int64_t channel = static_cast<std::int64_t>(head) * dim + d;
-#pragma unroll
-  for (int j = 0; j < kChunk; ++j) {
-    if (j >= count) break;
-    if (!c.weight) {
-      unpack(in.x[j][3], y[j]);
-      continue;
-    }
-    float tap[4];
-#pragma unroll
-    for (int t = 0; t < 4; ++t) {
-      unpack(in.x[j][t], tap);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) y[j][e] = t == 0 ? tap[e] * in.taps[e][0] : fmaf(tap[e], in.taps[e][t], y[j][e]);
-    }
-#pragma unroll
-    for (int e = 0; e < 4; ++e) y[j][e] *= sigmoid(y[j][e]);
-    if constexpr (sizeof(Act) == 2) round_bf16(y[j]);
-    if (writes && c.windows && it.row >= 0)
-      store_window<kPlain>(c.windows, at(c.windows, it.row, first + j, channel), c.windows.stride[2], c.windows.stride[3], in.x[j][1],
-                           in.x[j][2], in.x[j][3]);
-  }
-}
-
-/// q and k of tokens first + [0, count) of the request, at `place` of the block.
-template <class Act, int K, bool kPlain, class M>
-__device__ __forceinline__ void keys_unit(const VerifyCall& a, const Item& it, const M& s, int first, int place, int count, int lane) {
-  const bool active = lane * 4 < K, tree = !kPlain && a.parents;
-  const int d = lane * 4;
-  float q[kChunk][4] = {}, k[kChunk][4] = {}, sums[3 * kChunk];
-  if (active) {
-    Inputs<Act> in_q, in_k;
-    read_inputs<Act, kPlain>(a.q, it, s, tree, it.h, K, d, first, count, in_q);
-    read_inputs<Act, kPlain>(a.k, it, s, tree, it.h, K, d, first, count, in_k);
-    convolve<kPlain>(a.q, it, it.keys, it.h, K, d, first, count, in_q, q);
-    convolve<kPlain>(a.k, it, it.keys, it.h, K, d, first, count, in_k, k);
-    if (a.rawk && it.keys && it.slot >= 0) {
-#pragma unroll
-      for (int j = 0; j < kChunk; ++j)
-        if (j < count && first + j < a.L) {
-          Quad<Act> raw;
-          pack(k[j], raw);
-          store_quad<kPlain>(a.rawk, at(a.rawk, it.slot, it.h, first + j) + d, raw);
-        }
-    }
-  }
-#pragma unroll
-  for (int j = 0; j < kChunk; ++j) sums[3 * j] = dot4(q[j], q[j]), sums[3 * j + 1] = dot4(k[j], k[j]), sums[3 * j + 2] = dot4(q[j], k[j]);
-  warp_sums(sums);
-#pragma unroll
-  for (int j = 0; j < kChunk; ++j) {
-    if (j >= count) break;
-    const float fk = a.l2norm ? inverse_norm(sums[3 * j + 1]) : 1.0f, fq = a.l2norm ? inverse_norm(sums[3 * j]) * a.scale : a.scale;
-    if (active) put4(s.q() + (place + j) * K + d, q[j], fq), put4(s.k() + (place + j) * K + d, k[j], fk);
-    if (lane == 0) s.kq()[place + j] = sums[3 * j + 2] * fk * fq;
-  }
-}
-
-/// v, the norm's gate, decay and beta of the same tokens.
-template <class Act, int K, bool kPlain, class M>
-__device__ __forceinline__ void values_unit(const VerifyCall& a, const Item& it, const M& s, int rows, int first, int place, int count,
-                                            int lane) {
-  const int d = lane * 4;
-  const bool has_rows = d < rows, has_keys = d < K, recorded = a.rawk && it.slot >= 0, shared = recorded && it.v0 == 0;
-  Inputs<Act> in;
-  float norm_gate[kChunk][4] = {}, ld[kChunk][4] = {}, bias[4] = {}, beta[kChunk] = {};
-  if (has_rows) read_inputs<Act, kPlain>(a.v, it, s, !kPlain && a.parents, it.hv, static_cast<int>(a.V), it.v0 + d, first, count, in);
-  const float a_log = load(a.a_log, at(a.a_log, it.hv));
-  if (a.scalar_gate)
-    bias[0] = bias[1] = bias[2] = bias[3] = load(a.dt_bias, at(a.dt_bias, it.hv));
-  else if (has_keys)
-    load_values<kPlain>(a.dt_bias, at(a.dt_bias, it.hv) + d, bias);
-#pragma unroll
-  for (int j = 0; j < kChunk; ++j) {
-    if (j >= count) break;
-    const std::int64_t token = it.begin + first + j;
-    if (a.gate && has_rows) load_values<kPlain>(a.gate, at(a.gate, token, it.hv) + it.v0 + d, norm_gate[j]);
-    if (a.scalar_gate)
-      ld[j][0] = ld[j][1] = ld[j][2] = ld[j][3] = load(a.g, at(a.g, token, it.hv));
-    else if (has_keys)
-      load_values<kPlain>(a.g, at(a.g, token, it.hv) + d, ld[j]);
-    beta[j] = load(a.beta, at(a.beta, token, it.hv));
-  }
-
-  const Gate gate = {a.safe_gate, a.lower_bound, a.softplus_beta, a.softplus_threshold, amplitude_of(a_log)};
-#pragma unroll
-  for (int j = 0; j < kChunk; ++j) {
-    if (j >= count) break;
-    const bool in_ring = shared && first + j < a.L;
-    if (has_keys) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) ld[j][e] = gate.log_decay(ld[j][e] + bias[e]);
-      if (in_ring && !a.scalar_gate) {
-        Quad<float> raw;
-        pack(ld[j], raw);
-        store_quad<kPlain>(a.ring_g, at(a.ring_g, it.slot, it.hv, first + j) + d, raw);
+        for (int e = 0; e < 4; ++e) y[e] = i == 0 ? z[e] * taps[e][0] : fmaf(z[e], taps[e][i], y[e]);
       }
-      if (in_ring && a.scalar_gate && lane == 0) store(a.ring_g, at(a.ring_g, it.slot, it.hv, first + j), ld[j][0]);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) ld[j][e] = expf(ld[j][e]);
-      put4(s.decay() + (place + j) * K + d, ld[j], 1.0f);
+      for (int e = 0; e < 4; ++e) y[e] *= sizeof(Act) == 2 ? quick_sigmoid(y[e]) : sigmoid(y[e]);
+      if constexpr (sizeof(Act) == 2) round_bf16(y);
+      if (windows) {
+        if constexpr (kPlain) {
+#pragma unroll
+          for (int i = 0; i < 3; ++i) *reinterpret_cast<Quad<Act>*>(window + i * tap) = in[i + 1];
+        } else {
+          store_window<false>(channel.windows, window - static_cast<Act*>(channel.windows.data), channel.windows.stride[2], tap, in[1],
+                              in[2], in[3]);
+        }
+      }
+    } else {
+      unpack(in[3], y);
     }
-    if (lane == 0) {
-      const float b = sigmoid(beta[j]);
-      s.beta()[place + j] = b;
-      if (in_ring) store(a.ring_beta, at(a.ring_beta, it.slot, it.hv, first + j), b);
+    Quad<Act> raw;
+    pack(y, raw);
+    if (c == 2)
+      *reinterpret_cast<Quad<Act>*>(s.v() + t * dim + d) = raw;
+    else
+      *reinterpret_cast<float4*>(to + t * dim) = make_float4(y[0], y[1], y[2], y[3]);
+    if (records && first + t < a.L) store_quad<kPlain>(ring, record - static_cast<Act*>(ring.data), raw);
+  }
+}
+
+/// Decays, beta and the norm's gate; `half` of two warps. A lane owns two key channels for all tokens (their product runs along); the
+/// norm's gate is put aside, so that the stage is free. beta: the logit of token `lane`.
+template <int K, bool kPlain, bool kFrozen, class M>
+__device__ __forceinline__ void gates(const VerifyCall& a, const Item& it, const M& s, int v0, int first, int n, float beta, float a_log,
+                                      int half, int lane) {
+  const bool records = a.rawk && it.slot >= 0 && v0 == 0;
+  const int d = half * 64 + lane * 2;
+  if (d < K) {
+    const Gate gate = {a.safe_gate,        a.lower_bound, a.softplus_beta, 1.0f / a.softplus_beta, fminf(a.softplus_threshold, 80.0f),
+                       amplitude_of(a_log)};
+    const float2 bias = *reinterpret_cast<const float2*>(s.bias() + d);
+    float product0 = 1, product1 = 1;
+#pragma unroll 2
+    for (int t = 0; t < n; ++t) {
+      struct alignas(2 * sizeof(typename M::Raw)) Pair {
+        typename M::Raw x[2];
+      };
+      const Pair raw = *reinterpret_cast<const Pair*>(s.raw_g() + t * K + d);
+      float l0 = gate.log_decay(core::to_float(raw.x[0]) + bias.x), l1 = gate.log_decay(core::to_float(raw.x[1]) + bias.y);
+      if (records && first + t < a.L) {
+        if (!a.scalar_gate) {
+          float* const ring =
+              static_cast<float*>(a.ring_g.data) + at(a.ring_g, it.slot, it.hv, first + t, kPlain ? 0 : d) + (kPlain ? d : 0);
+          if (kPlain)
+            *reinterpret_cast<float2*>(ring) = make_float2(l0, l1);
+          else
+            ring[0] = l0, ring[a.ring_g.stride[3]] = l1;
+        } else if (d == 0) {
+          store(a.ring_g, at(a.ring_g, it.slot, it.hv, first + t), l0);
+        }
+      }
+      l0 = exp_of(l0), l1 = exp_of(l1);
+      *reinterpret_cast<float2*>(s.decay() + t * K + d) = make_float2(l0, l1);
+      if (kFrozen) {
+        product0 *= l0, product1 *= l1;
+        *reinterpret_cast<float2*>(s.product() + t * K + d) = make_float2(product0, product1);
+      }
     }
   }
-  if (!has_rows) return;
-  float v[kChunk][4];
-  convolve<kPlain>(a.v, it, true, it.hv, static_cast<int>(a.V), it.v0 + d, first, count, in, v);
-#pragma unroll
-  for (int j = 0; j < kChunk; ++j) {
-    if (j >= count) break;
-    put4(s.v() + (place + j) * rows + d, v[j], 1.0f);
-    if (recorded && first + j < a.L) {
-      Quad<Act> raw;
-      pack(v[j], raw);
-      store_quad<kPlain>(a.rawv, at(a.rawv, it.slot, it.hv, first + j) + it.v0 + d, raw);
+  if (half == 0)
+    for (int t = lane; t < n; t += 32) {
+      const float b = sigmoid(t < 32 ? beta : load(a.beta, at(a.beta, it.begin + first + t, it.hv)));
+      s.beta()[t] = b;
+      if (records && first + t < a.L) store(a.ring_beta, at(a.ring_beta, it.slot, it.hv, first + t), b);
     }
-    if (a.gate) {
+  if (!a.gate || lane * 4 >= M::kRows) return;
+  using Four = Quad<typename M::Raw>;
+#pragma unroll 4
+  for (int t = half; t < n; t += 2)
+    *reinterpret_cast<Four*>(s.gate() + t * M::kRows + lane * 4) = *reinterpret_cast<const Four*>(s.raw_gate() + t * M::kRows + lane * 4);
+}
+
+__device__ __forceinline__ void row_of_four(const float* row, int d, bool active, float (&x)[4]) {
+  if (active) unpack(*reinterpret_cast<const Quad<float>*>(row + d), x);
+}
+
+/// Norms and k.q of the block's tokens.
+template <int K, class M>
+__device__ __forceinline__ void scalars(const VerifyCall& a, const M& s, int n, int warp, int lane) {
+#pragma unroll 1
+  for (int t = warp; t < n; t += kWarps) {
+    float k[4] = {}, q[4] = {};
+    row_of_four(s.k() + t * K, lane * 4, lane * 4 < K, k), row_of_four(s.q() + t * K, lane * 4, lane * 4 < K, q);
+    float sums[3] = {dot4(k, k), dot4(q, q), dot4(k, q)};
+    warp_sums(sums);
+    const float fk = a.l2norm ? inverse_norm(sums[0]) : 1.0f, fq = a.l2norm ? inverse_norm(sums[1]) * a.scale : a.scale;
+    if (lane == 0) s.fk()[t] = fk, s.fq()[t] = fq, s.kq()[t] = sums[2] * fk * fq;
+  }
+}
+
+/// Sums over the warp of 16 values: value lane / 2 ends in lanes 2 i and 2 i + 1.
+template <int kHalf = 8>
+__device__ __forceinline__ float transposed_sums(float (&x)[16], int lane) {
+  constexpr int kDistance = 2 * kHalf;
+  const bool high = lane & kDistance;
 #pragma unroll
-      for (int e = 0; e < 4; ++e) norm_gate[j][e] = sigmoid(norm_gate[j][e]);
-      put4(s.gate() + (place + j) * rows + d, norm_gate[j], 1.0f);
+  for (int i = 0; i < kHalf; ++i) {
+    const float keep = high ? x[i + kHalf] : x[i], give = high ? x[i] : x[i + kHalf];
+    x[i] = keep + __shfl_xor_sync(kAll, give, kDistance);
+  }
+  if constexpr (kHalf > 1)
+    return transposed_sums<kHalf / 2>(x, lane);
+  else
+    return x[0] + __shfl_xor_sync(kAll, x[0], 1);
+}
+
+/// Frozen form: norms and triangles; warp j takes column j: x = R_tj k_j for t = j, j + 1, ... Then k and q become D_t k_t, D_t q_t, and
+/// decay[j] the column's end R_nj k_j. Entries of column j carry j's norm, those of row t are scaled by t's when they are used.
+template <int K, class M>
+__device__ __forceinline__ void triangles(const VerifyCall& a, const M& s, int n, int warp, int lane) {
+  const int j = warp, d = lane * 4;
+  const bool active = d < K;
+  float x[4] = {}, sums[16];
+  if (j < n) {
+    float own = 0;
+    row_of_four(s.k() + j * K, d, active, x);
+#pragma unroll
+    for (int t = 0; t < kBlock; ++t) {
+      sums[t] = sums[8 + t] = 0;
+      if (t < j || t >= n) continue;
+      float y[4] = {}, z[4] = {};
+      if (t > j) {
+        row_of_four(s.decay() + t * K, d, active, y);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) x[e] *= y[e];
+      }
+      row_of_four(s.k() + t * K, d, active, y), row_of_four(s.q() + t * K, d, active, z);
+      sums[t] = dot4(x, y), sums[8 + t] = dot4(x, z);
+      if (t == j) own = dot4(z, z);
+    }
+    const float sum = transposed_sums(sums, lane);
+    float squares[1] = {own};
+    warp_sums(squares);
+    const float kk = __shfl_sync(kAll, sum, 2 * j), qk = __shfl_sync(kAll, sum, 16 + 2 * j);
+    const float fk = a.l2norm ? inverse_norm(kk) : 1.0f, fq = a.l2norm ? inverse_norm(squares[0]) * a.scale : a.scale;
+    if (lane == 0) s.fk()[j] = fk, s.fq()[j] = fq, s.kq()[j] = qk * fk * fq;
+    // value i = lane / 2: k row i for i < 8, q row i - 8 else
+    const int i = lane / 2;
+    if (lane % 2 == 0) s.triangle()[(i / 8 * kBlock + i % 8) * kBlock + j] = sum * fk;
+  }
+  __syncthreads();
+  if (j < n && active) {
+    float product[4], y[4];
+    row_of_four(s.product() + j * K, d, true, product);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float* const row = (i == 0 ? s.k() : s.q()) + j * K;
+      row_of_four(row, d, true, y);
+      *reinterpret_cast<float4*>(row + d) = make_float4(y[0] * product[0], y[1] * product[1], y[2] * product[2], y[3] * product[3]);
+    }
+  }
+  if (j < n && active) *reinterpret_cast<float4*>(s.decay() + j * K + d) = make_float4(x[0], x[1], x[2], x[3]);
+  __syncthreads();
+}
+
+/// The frozen pass over the rows, then forward substitution by the two lanes of a row (even: u, odd: o): o of the block's tokens into s.v.
+template <int K, int R, class M>
+__device__ __forceinline__ void frozen_rows(const Rows<K, R>& x, const M& s, int n, int lane) {
+  constexpr int C = K / 16, kCopies = 16 / R, kRows = M::kRows;
+  const int l = lane & 15, row = group_row<R>() + row_of<R>(l);
+  const bool odd = lane & 1;
+  float* const sums = (odd ? s.o() : s.u()) + row;  // u and o take their place
+#pragma unroll 1
+  for (int t = 0; t < n; ++t) {
+    float p[R], r[R], k[C], q[C];
+    channels<K>(s.k() + t * K, l, k);
+    channels<K>(s.q() + t * K, l, q);
+#pragma unroll
+    for (int i = 0; i < R; ++i) {
+      p[i] = 0, r[i] = 0;
+#pragma unroll
+      for (int c = 0; c < C; ++c) {
+        p[i] = fmaf(x.s[i][c], k[c], p[i]);
+        r[i] = fmaf(x.s[i][c], q[c], r[i]);
+      }
+    }
+    const float sum = row_sums<R, true>(p, r, lane);
+    sums[t * kRows] = sum;  // the same from all lanes that have it
+  }
+  __syncwarp();
+  const float* const mine = s.triangle() + (odd ? kBlock * kBlock : 0);
+  const float* const factor = odd ? s.fq() : s.fk();
+  float u[kBlock];
+#pragma unroll
+  for (int t = 0; t < kBlock; ++t) {
+    if (t >= n) break;
+    float sum = sums[t * kRows];
+#pragma unroll
+    for (int j = 0; j < t; ++j) sum = fmaf(mine[t * kBlock + j], u[j], sum);
+    sum *= factor[t];
+    const float own = (core::to_float(s.v()[t * kRows + row]) - sum) * s.beta()[t];  // of even lanes
+    const float other = __shfl_xor_sync(kAll, own, 1);
+    u[t] = odd ? other : own;
+    __syncwarp();  // all lanes of the row have read its sum
+    if (l % kCopies < 2) sums[t * kRows] = odd ? fmaf(other, s.kq()[t], sum) : own;
+  }
+  __syncwarp();
+}
+
+/// S_n = S0 D_n + sum_j u_j (R_nj k_j)^T.
+template <int K, int R, class M>
+__device__ __forceinline__ void advance_block(Rows<K, R>& x, const M& s, int n, int lane) {
+  constexpr int C = K / 16;
+  const int l = lane & 15;
+  float k[C];
+  channels<K>(s.product() + (n - 1) * K, l, k);
+#pragma unroll
+  for (int i = 0; i < R; ++i)
+#pragma unroll
+    for (int c = 0; c < C; ++c) x.s[i][c] *= k[c];
+#pragma unroll 1
+  for (int j = 0; j < n; ++j) {
+    channels<K>(s.decay() + j * K, l, k);
+    const float* const u = s.u() + j * M::kRows + group_row<R>();
+    const float fk = s.fk()[j];
+#pragma unroll
+    for (int i = 0; i < R; ++i) {
+      const float ui = u[i ^ row_of<R>(l)] * fk;
+#pragma unroll
+      for (int c = 0; c < C; ++c) x.s[i][c] = fmaf(ui, k[c], x.s[i][c]);
     }
   }
 }
@@ -306,89 +504,21 @@ __device__ __forceinline__ bool read_tree(const VerifyCall& a, std::int64_t requ
   return true;
 }
 
-/// Frozen form, after the tokens: the triangles, then decays into k and q. A warp takes column j: x = R_tj k_j for t = j, j+1, ...
-template <int K, class M>
-__device__ __forceinline__ void triangles(const M& s, int n, int block) {
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, d = lane * 4;
-  for (int turn = 0; turn < 2; ++turn) {
-    const int j = turn == 0 ? warp : 2 * kWarps - 1 - warp;  // long and short columns together
-    if (j >= n) continue;
-    float x[4] = {};
-    if (d < K) unpack(*reinterpret_cast<const Quad<float>*>(s.k() + j * K + d), x);
-    for (int t = j + 1; t < n; ++t) {
-      float sums[2] = {};
-      if (d < K) {
-        float y[4], z[4];
-        unpack(*reinterpret_cast<const Quad<float>*>(s.decay() + t * K + d), y);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) x[e] *= y[e];
-        unpack(*reinterpret_cast<const Quad<float>*>(s.k() + t * K + d), y);
-        unpack(*reinterpret_cast<const Quad<float>*>(s.q() + t * K + d), z);
-        sums[0] = dot4(x, y), sums[1] = dot4(x, z);
-      }
-      warp_sums(sums);
-      if (lane < 2) s.triangle()[(lane * block + t) * block + j] = lane == 0 ? sums[0] : sums[1];
-    }
-  }
-  __syncthreads();
-  for (int c = static_cast<int>(threadIdx.x); c < 2 * K; c += kThreads) {
-    float* x = c < K ? s.k() + c : s.q() + c - K;
-    float product = 1;
-#pragma unroll 4
-    for (int t = 0; t < n; ++t) {
-      product *= s.decay()[t * K + c % K];
-      x[t * K] *= product;
-    }
-  }
-  __syncthreads();
-}
-
-/// The frozen pass over the rows: o of n tokens into s.v().
-template <int K, int R, class M>
-__device__ __forceinline__ void frozen_rows(const Rows<K, R>& x, const M& s, int n, int block, int rows, int lane) {
-  constexpr int C = K / 16, kCopies = 16 / R;
-  const int l = lane & 15, row = group_row<R>() + row_of<R>(l);
-  const float* const mine = s.triangle() + (lane & 1) * block * block;
-  for (int t = 0; t < n; ++t) {
-    float p[R], r[R];
-    {
-      float k[C], q[C];
-      channels<K>(s.k() + t * K, l, k);
-      channels<K>(s.q() + t * K, l, q);
-#pragma unroll
-      for (int i = 0; i < R; ++i) {
-        p[i] = 0, r[i] = 0;
-#pragma unroll
-        for (int c = 0; c < C; ++c) {
-          p[i] = fmaf(x.s[i][c], k[c], p[i]);
-          r[i] = fmaf(x.s[i][c], q[c], r[i]);
-        }
-      }
-    }
-    float sum = row_sums<R, true>(p, r, lane);
-    float others = 0;
-    for (int j = 0; j < t; ++j) others = fmaf(mine[t * block + j], s.u()[j * rows + row], others);
-    sum += others;
-    const float u = (s.v()[t * rows + row] - sum) * s.beta()[t];  // of even lanes
-    const float neighbour = __shfl_xor_sync(kAll, u, 1);
-    if (l % kCopies == 0) s.u()[t * rows + row] = u;
-    if (l % kCopies == 1) s.v()[t * rows + row] = fmaf(neighbour, s.kq()[t], sum);
-    __syncwarp();
-  }
-}
-
-/// Gated norm and the store of n tokens from `first` on; `parts` CTAs (a cluster, if more than one) share the head's rows.
+/// Gated norm and the store of n tokens from `first` on; `parts` CTAs (a cluster, if more than one) share the head's rows. `turn`: two
+/// places for the shares take turns, so that a fast neighbour does not overwrite what a slow one still reads.
 template <class Act, bool kPlain, class M>
-__device__ __forceinline__ void finish(const VerifyCall& a, const Item& it, const M& s, int n, int first, int block, int rows, int parts) {
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32, d = lane * 4;
-  const bool active = d < rows;
-  const int units = static_cast<int>(a.V) / 16;
-  float* const shares = s.units() + (first / block % 2) * block * 8;
+__device__ __forceinline__ void finish(const VerifyCall& a, const Item& it, const M& s, int v0, int n, int first, int parts, int turn,
+                                       int warp, int lane) {
+  constexpr int kRows = M::kRows;
+  const int d = lane * 4;
+  const bool active = d < kRows;
+  float* const shares = s.units() + (turn & 1) * s.block * 8;
   const auto values = [&](int t, float(&o)[4]) {
-    if (active) unpack(*reinterpret_cast<const Quad<float>*>(s.v() + t * rows + d), o);
-    if (a.round_before_norm && sizeof(Act) == 2) round_bf16(o);
+    if (active) unpack(*reinterpret_cast<const Quad<float>*>(s.o() + t * kRows + d), o);
+    if (a.gate && a.round_before_norm && sizeof(Act) == 2) round_bf16(o);
   };
   if (a.gate) {
+#pragma unroll 1
     for (int t = warp; t < n; t += kWarps) {
       float o[4] = {};
       values(t, o);
@@ -396,12 +526,13 @@ __device__ __forceinline__ void finish(const VerifyCall& a, const Item& it, cons
       sum += __shfl_xor_sync(kAll, sum, 1);
       sum += __shfl_xor_sync(kAll, sum, 2);
       if (active && lane % 4 == 0) {
-        const int at = t * 8 + (it.v0 + d) / 16;
+        const int at = t * 8 + (v0 + d) / 16;
         if (parts == 1) {
           shares[at] = sum;
         } else {
 #if __CUDA_ARCH__ >= 900
           const auto cluster = cooperative_groups::this_cluster();
+#pragma unroll 1
           for (int p = 0; p < parts; ++p) cluster.map_shared_rank(shares, p)[at] = sum;
 #endif
         }
@@ -411,144 +542,221 @@ __device__ __forceinline__ void finish(const VerifyCall& a, const Item& it, cons
       __syncwarp();  // a warp reads the tokens that it wrote
     } else {
 #if __CUDA_ARCH__ >= 900
-      cooperative_groups::this_cluster().sync();
+      specstate::cuda::ptx::cluster_sync();
 #endif
     }
   }
+  if (!active) return;
   float weight[4];
-  if (a.gate && active) load_values<kPlain>(a.norm_weight, it.v0 + d, weight);
+  if (a.gate) load_values<kPlain>(a.norm_weight, v0 + d, weight);
+#pragma unroll 1
   for (int t = warp; t < n; t += kWarps) {
-    float o[4] = {};
-    if (!active) break;
-    if (a.gate)
-      values(t, o);
-    else
-      unpack(*reinterpret_cast<const Quad<float>*>(s.v() + t * rows + d), o);
+    float o[4];
+    values(t, o);
     if (a.gate) {
       const float4 x = *reinterpret_cast<const float4*>(shares + t * 8), y = *reinterpret_cast<const float4*>(shares + t * 8 + 4);
       float sum = (x.x + x.y) + (x.z + x.w);
-      if (units == 8) sum += (y.x + y.y) + (y.z + y.w);
+      if (a.V == 128) sum += (y.x + y.y) + (y.z + y.w);
       const float r = rsqrtf(sum * (1.0f / static_cast<float>(a.V)) + a.norm_eps);
       float g[4];
-      unpack(*reinterpret_cast<const Quad<float>*>(s.gate() + t * rows + d), g);
+      unpack(*reinterpret_cast<const Quad<typename M::Raw>*>(s.gate() + t * kRows + d), g);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) o[e] = o[e] * r * weight[e] * g[e];
+      for (int e = 0; e < 4; ++e) o[e] = o[e] * r * weight[e] * (kPlain ? quick_sigmoid(g[e]) : sigmoid(g[e]));
     }
     Quad<Act> y;
     pack(o, y);
-    store_quad<kPlain>(a.out, at(a.out, it.begin + first + t, it.hv) + it.v0 + d, y);
+    store_quad<kPlain>(a.out, at(a.out, it.begin + first + t, it.hv) + v0 + d, y);
   }
 }
 
-/// Grid: (request, value head, part of its rows), parts of a head next to each other. kPlain: chains, and every quad of every tensor may be
-/// accessed as a whole; kFrozen only with it.
+/// Grid: CTAs (clusters of `parts`) that take heads in turns. kPlain: chains, windows with the channels of a tap dense (as serving keeps
+/// them), a gate a channel, and rows that bulk copies can move; kFrozen only with it.
 template <class Act, class S, int K, int R, bool kPlain, bool kFrozen>
-__global__ void __launch_bounds__(kThreads, 2) verify_kernel(const __grid_constant__ VerifyCall a, int block, int parts) {
-  extern __shared__ __align__(16) char memory[];
-  using Memory = Shared<K, R, S, !kPlain, kFrozen>;
+__global__ void __launch_bounds__(kThreads, kPlain ? 2 : 1) verify_kernel(const __grid_constant__ VerifyCall a, int block, int parts) {
+  extern __shared__ __align__(128) char memory[];
+  using M = Shared<Act, S, K, R, kPlain, kFrozen>;
   constexpr int kRows = kRowUnit * R;
   constexpr bool kRound = sizeof(S) == 2;
+#if __CUDA_ARCH__ >= 900
+  constexpr bool kBulk = kPlain;
+#else
+  constexpr bool kBulk = false;
+#endif
   const bool tree = !kPlain && a.parents;
-  const Memory s = {memory, Memory::rounded(block)};
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  const unsigned part = blockIdx.x % static_cast<unsigned>(parts), head = blockIdx.x / static_cast<unsigned>(parts);
-  const std::int64_t request = head / static_cast<unsigned>(a.HV);
+  const M s = {memory, M::rounded(block)};
+  const int warp = warp_of_block(), lane = static_cast<int>(threadIdx.x) % 32;
+  const int v0 = static_cast<int>(blockIdx.x) % parts * kRows;
+  const std::int64_t stride = gridDim.x / static_cast<unsigned>(parts);
+  std::int64_t head = blockIdx.x / static_cast<unsigned>(parts);
+  const bool states = a.snapshots || a.update_state;
 #if __CUDA_ARCH__ >= 900
   if (parts > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;");  // met before the first push to a neighbour
+  if (kBulk) {
+    if (threadIdx.x <= kWarps) specstate::cuda::ptx::barrier_init(s.barriers() + threadIdx.x, threadIdx.x == 0 ? kThreads : 1);
+    specstate::cuda::ptx::fence_barriers();
+    __syncthreads();
+  }
 #endif
   wait_for_predecessor();
-  Item it = item_of(a, request, static_cast<int>(head % static_cast<unsigned>(a.HV)), static_cast<int>(part) * kRows);
   launch_successor();
-  if (request == a.N - 1) {
-    const std::int64_t end = a.cu ? index(a.cu, a.N) : a.T;
-    if (end >= 0 && end < a.T) clear_out<Act, kPlain>(a, end, a.T, it.hv, it.v0, kRows);
-  }
-  if (it.tokens == 0) return;
-  if (tree) it.padding |= it.tokens > block || !read_tree(a, request, it.padding ? 0 : it.tokens, s);
-  if (it.padding) {
-    clear_out<Act, kPlain>(a, it.begin, it.begin + it.tokens, it.hv, it.v0, kRows);
-    return;
-  }
-  S* const home = it.slot < 0 ? nullptr : static_cast<S*>(a.state.data) + at(a.state, it.slot, it.hv) + it.v0 * K;
-  S* const staged = s.state();
-  if (home) fetch_rows<K, R>(home, staged);
 
-  for (int first = 0; first < it.tokens; first += block) {
-    const int n = min(block, it.tokens - first);
-    const int chunks = (n + kChunk - 1) / kChunk;
-    for (int unit = warp; unit < 2 * chunks; unit += kWarps) {
-      const int place = unit / 2 * kChunk, count = min(kChunk, n - place);
-      // A warp has one or two units: addresses are not worth registers that outlive a unit.
-      asm volatile("" : "+l"(it.slot), "+l"(it.row), "+l"(it.begin), "+r"(it.hv), "+r"(it.h));
-      if (unit % 2 == 0)
-        keys_unit<Act, K, kPlain>(a, it, s, first + place, place, count, lane);
+  S* const staged = s.state();
+  const auto home_of = [&](const Item& it) {
+    return it.slot < 0 ? nullptr : static_cast<S*>(a.state.data) + at(a.state, it.slot, it.hv) + v0 * K;
+  };
+  const auto live = [&](const Item& it) { return it.tokens > 0 && !it.padding && (!tree || it.tokens <= s.block); };
+  const auto settle = [&](const Item& it) { clear_out<Act>(a, it.begin, it.begin + it.tokens, it.hv, v0, kRows); };
+  const auto request_state = [&](const Item& it) {
+    if (!live(it) || it.slot < 0) return;
+    if constexpr (kBulk)
+      bulk_rows<K, R>(home_of(it), staged, s.barriers() + 1 + warp, lane);
+    else
+      fetch_rows<K, R>(home_of(it), staged);
+  };
+  std::uint32_t tokens_phase = 0, state_phase = 0;
+  int turn = 0;
+  // The next item is found by one warp while this one is worked on.
+  const auto next = [&] {
+    Item it = *s.next();
+    it.slot = uniform(it.slot), it.row = uniform(it.row), it.begin = uniform(it.begin);
+    it.tokens = uniform(it.tokens), it.hv = uniform(it.hv), it.h = uniform(it.h), it.padding = uniform(static_cast<int>(it.padding));
+    return it;
+  };
+
+  // Turn by turn: a block of tokens (none before the first one) up to where its stage is free, the request for the block after it, the rest.
+  Item it = item_of(a, head);
+  int first = 0;
+  bool working = false;
+  for (;;) {
+    int n = 0, after = 0;
+    bool last = true;
+    Item then = it;
+    if (working) {
+      n = min(s.block, it.tokens - first), last = first + n == it.tokens, after = first + n;
+      if (warp == kWarps - 1 && last) *s.next() = item_of(a, head + stride);
+      const float beta = lane < n ? load(a.beta, at(a.beta, it.begin + first + lane, it.hv)) : 0.0f,
+                  a_log = load(a.a_log, at(a.a_log, it.hv));
+      if constexpr (kBulk) {
+#if __CUDA_ARCH__ >= 900
+        specstate::cuda::ptx::barrier_wait(s.barriers(), tokens_phase & 1);
+        ++tokens_phase;
+#endif
+      } else {
+        copy_tokens<M, Act, K>(a, it, s, v0, first, n);
+      }
+      if (warp < 6)
+        convolve<Act, K, kPlain>(a, it, s, warp / 2, v0, first, n, warp % 2, lane);
       else
-        values_unit<Act, K, kPlain>(a, it, s, kRows, first + place, place, count, lane);
+        gates<K, kPlain, kFrozen>(a, it, s, v0, first, n, beta, a_log, warp - 6, lane);
+      __syncthreads();
+      if (last) {
+        head += stride;
+        then = next();
+        after = 0;
+      }
     }
-    __syncthreads();
-    if (kFrozen) triangles<K>(s, n, block);
-    Rows<K, R> x;
-    if (home || first > 0) {
-      wait_copies();
+    if (last) {  // padding and heads without tokens need no turn
+      for (; head < a.N * a.HV && !live(then); head += stride, then = item_of(a, head)) settle(then);
+      if (head >= a.N * a.HV) then.tokens = 0;
+    }
+    if (!working && then.tokens > 0) request_state(then);
+    if (kBulk && then.tokens > 0) request_tokens<M, K>(a, then, s, v0, after, min(s.block, then.tokens - after));
+
+    if (working) {
+      if constexpr (kFrozen) {
+        triangles<K>(a, s, n, warp, lane);
+      } else {
+        scalars<K>(a, s, n, warp, lane);
+        __syncthreads();
+      }
+
+      Rows<K, R> x;
+      if (first > 0) {
+        load_rows<K, R>(x, staged, lane);
+      } else if (it.slot >= 0) {
+        if constexpr (kBulk) {
+#if __CUDA_ARCH__ >= 900
+          specstate::cuda::ptx::barrier_wait(s.barriers() + 1 + warp, state_phase & 1);
+          ++state_phase;
+#endif
+        } else {
+          wait_copies();
+          __syncwarp();
+        }
+        load_rows<K, R>(x, staged, lane);
+      } else {
+        clear_rows(x);
+      }
       __syncwarp();
-      load_rows<K, R>(x, staged, lane);
-    } else {
-      clear_rows(x);
-    }
-    if constexpr (kFrozen) {
-      frozen_rows<K, R>(x, s, n, block, kRows, lane);
-    } else {
-      constexpr int kCopies = 16 / R;
-      const int l = lane & 15, row = group_row<R>() + row_of<R>(l);
-      const bool states = a.snapshots || a.update_state;
-      for (int t = 0; t < n; ++t) {
-        if (tree && s.parent()[t] != t - 1) {  // back to the state before the tree, then along the path
-          if (home)
-            load_rows<K, R>(x, staged, lane);
-          else
-            clear_rows(x);
-          for (std::uint64_t path = s.above()[t]; path; path &= path - 1) {
-            const int i = __ffsll(static_cast<long long>(path)) - 1;
-            replay<K, R, kRound>(x, s.decay() + i * K, s.k() + i * K, s.u() + i * kRows + group_row<R>(), lane);
+      if (last && !states && !tree) request_state(then);
+
+      if constexpr (kFrozen) {
+        frozen_rows<K, R>(x, s, n, lane);
+        if (!last) advance_block<K, R>(x, s, n, lane);
+      } else {
+        constexpr int kCopies = 16 / R;
+        const int l = lane & 15, row = group_row<R>() + row_of<R>(l);
+#pragma unroll 1
+        for (int t = 0; t < n; ++t) {
+          if (tree && s.parent()[t] != t - 1) {  // back to the state before the tree, then along the path
+            if (it.slot >= 0)
+              load_rows<K, R>(x, staged, lane);
+            else
+              clear_rows(x);
+            for (std::uint64_t path = s.above()[t]; path; path &= path - 1) {
+              const int i = __ffsll(static_cast<long long>(path)) - 1;
+              replay<K, R, kRound>(x, s.decay() + i * K, s.k() + i * K, s.fk()[i], s.u() + i * kRows + group_row<R>(), lane);
+            }
+          }
+          const Step step = {s.k() + t * K, s.q() + t * K, s.decay() + t * K, core::to_float(s.v()[t * kRows + row]),
+                             s.beta()[t],   s.fk()[t],     s.fq()[t],         s.kq()[t]};
+          const float y = advance<K, R, true, kRound>(x, step, lane, states || first + t + 1 < it.tokens);
+          if (l % kCopies == 1) s.o()[t * kRows + row] = y;
+          if (tree && l % kCopies == 0) s.u()[t * kRows + row] = y;
+          if (tree) __syncwarp();
+          if (a.snapshots && it.row >= 0) {
+            S* const to = static_cast<S*>(a.snapshots.data) + at(a.snapshots, it.row, first + t, it.hv) + v0 * K;
+            if (tree)  // the state before the tree must stay in its place
+              scatter_rows(x, to, a.snapshots.vec, lane);
+            else
+              store_rows(x, to, staged, a.snapshots.vec, lane);
           }
         }
-        const Step step = {s.k() + t * K, s.q() + t * K, s.decay() + t * K, s.v()[t * kRows + row], s.beta()[t], s.kq()[t]};
-        const float y = advance<K, R, true, kRound>(x, step, lane, states || first + t + 1 < it.tokens);
-        __syncwarp();
-        if (l % kCopies == 1) s.v()[t * kRows + row] = y;
-        if (tree && l % kCopies == 0) s.u()[t * kRows + row] = y;
-        if (tree) __syncwarp();
-        if (a.snapshots && it.row >= 0) {
-          if (tree)  // the state before the tree must stay in its place
-            scatter_rows(x, static_cast<S*>(a.snapshots.data) + at(a.snapshots, it.row, first + t, it.hv) + it.v0 * K, a.snapshots.vec,
-                         lane);
-          else
-            store_rows(x, static_cast<S*>(a.snapshots.data) + at(a.snapshots, it.row, first + t, it.hv) + it.v0 * K, staged,
-                       a.snapshots.vec, lane);
-        }
       }
-    }
-    if constexpr (!kFrozen) {
-      if (first + n < it.tokens) {  // registers are for the tokens of the next block
+      if (!last) {  // registers are for the tokens of the next block
         stores_read(lane);
         scatter_rows(x, staged, true, lane);
-      } else if (a.update_state && home) {
-        store_rows(x, home, staged, true, lane);
+        __syncwarp();
+      } else if (states || tree) {
+        if (!kFrozen && a.update_state && it.slot >= 0) store_rows(x, home_of(it), staged, true, lane);
+        stores_read(lane);
+        request_state(then);
       }
-    }
-    __syncthreads();
+      __syncthreads();
 #if __CUDA_ARCH__ >= 900
-    if (parts > 1 && first == 0) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+      if (parts > 1 && turn == 0) asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 #endif
-    finish<Act, kPlain>(a, it, s, n, first, block, kRows, parts);
-    if (first + block < it.tokens) __syncthreads();
+      finish<Act, kPlain>(a, it, s, v0, n, first, parts, turn++, warp, lane);
+    }
+    if (then.tokens == 0) break;
+    it = then, first = after, working = true;
+    __syncthreads();
+    if (tree && !read_tree(a, head / a.HV, it.tokens, s)) {
+      settle(it);
+      head += stride, it = item_of(a, head), working = false;
+    }
   }
-  if constexpr (!kFrozen) stores_done(lane);
+  // Tokens that belong to no request.
+  const std::int64_t end = a.cu ? index(a.cu, a.N) : a.T;
+  if (end >= 0)
+    for (std::int64_t i = blockIdx.x / static_cast<unsigned>(parts); i < (a.T - end) * a.HV; i += stride)
+      clear_out<Act>(a, end + i / a.HV, end + i / a.HV + 1, static_cast<int>(i % a.HV), v0, kRows);
+  if (states) stores_done(lane);
 }
 
 template <class Act, class S, int K, int R, bool kPlain, bool kFrozen>
 VerifyKernel verify_form() {
-  return {verify_kernel<Act, S, K, R, kPlain, kFrozen>, Shared<K, R, S, !kPlain, kFrozen>::bytes};
+  return {verify_kernel<Act, S, K, R, kPlain, kFrozen>, Shared<Act, S, K, R, kPlain, kFrozen>::bytes};
 }
 
 }  // namespace specstate::kda::cuda

@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kThreads) rollback_kernel(const __grid_constan
   const auto copy = [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;
     Quad<T> x[3];
-    load_window<T, false>(a.windows, at(a.windows, row, step, channel), a.windows.stride[2], a.windows.stride[3], x);
+    load_window(a.windows, at(a.windows, row, step, channel), a.windows.stride[2], a.windows.stride[3], x);
     store_window<false>(a.pool, at(a.pool, slot, channel), a.pool.stride[1], a.pool.stride[2], x[0], x[1], x[2]);
   };
   if (channel + 4 <= a.channels) {
