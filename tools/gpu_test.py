@@ -108,6 +108,16 @@ def pack(folder):
     print(f"{folder}: {size / 2**20:.1f} MiB")
 
 
+def save(path, families):
+    """Into the evidence: a family that was tested again replaces its older self."""
+    try:
+        known = json.loads(path.read_text())
+    except (OSError, ValueError):
+        known = {}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**known, **families}, indent=1, sort_keys=True) + "\n")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pack", type=pathlib.Path)
@@ -173,6 +183,7 @@ def main():
         families["sglang"] = {"source_digest": digests.get("binding", "unknown"), **gpu, "date": datetime.date.today().isoformat(), "sanitizers": {}, "tests": table,
                               **{k: sum(v.startswith(k if k != "skipped" else "not applicable") for v in table.values()) for k in ("passed", "failed", "skipped")}}  # fmt: skip
 
+    save(options.evidence, families)  # what is known if the sanitizers are cut short
     if not options.no_sanitizers and programs:
         if sanitizer() is None:
             print("FAILED sanitizers: compute-sanitizer is not on this machine")
@@ -205,12 +216,7 @@ def main():
                 before = f["sanitizers"].get(tool, "clean")
                 f["sanitizers"][tool] = before if good else "blind" if tool in blind else "no verdict" if errors is None else f"{errors} errors"
 
-    try:
-        known = json.loads(options.evidence.read_text())
-    except (OSError, ValueError):
-        known = {}
-    options.evidence.parent.mkdir(parents=True, exist_ok=True)
-    options.evidence.write_text(json.dumps({**known, **families}, indent=1, sort_keys=True) + "\n")
+    save(options.evidence, families)
     total = [sum(f[k] for f in families.values()) for k in ("passed", "failed", "skipped")]
     print("%d passed, %d failed, %d skipped" % tuple(total))
     return 1 if total[1] else 0

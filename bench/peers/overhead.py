@@ -38,16 +38,25 @@ def measure(timer, report, options):
     n = 100 if options.quick else 400  # less than what the driver queues
     report("overhead/spec_swap/tensors=18", {who: per_call(lambda c=c: c(0), n) for who, c in calls.items()})
 
-    heads, dim, pool, channels = 2, 128, 4, 256
-    f = lambda *shape: torch.zeros(shape, device="cuda")  # noqa: E731
-    i = lambda k: torch.zeros(k, dtype=torch.int32, device="cuda")  # noqa: E731
-    decode = {
+    import tvm_ffi
+
+    nop = tvm_ffi.get_global_func("testing.nop")
+    for device in ("cuda", "cpu"):
+        decode = decode_without_tokens(device)
+        tensors = [x for x in decode.values() if isinstance(x, torch.Tensor)]
+        calls = working({"ours": lambda _: kda.decode(**decode), "tvm-ffi's hand-over alone": lambda _: nop(*tensors)}, "decode")
+        report(f"overhead/decode/device={device},tensors={len(tensors)}", {who: per_call(lambda c=c: c(0), 2000) for who, c in calls.items()})
+
+
+def decode_without_tokens(device, heads=2, dim=128, pool=4):
+    channels = heads * dim
+    f = lambda *shape: torch.zeros(shape, device=device)  # noqa: E731
+    i = lambda k: torch.zeros(k, dtype=torch.int32, device=device)  # noqa: E731
+    return {
         **{name: f(0, heads, dim) for name in ("x_q", "x_k", "x_v", "g", "onorm_gate", "out")}, **{name: f(channels, 4) for name in ("w_q", "w_k", "w_v")},
         **{name: f(pool, channels, 3) for name in ("cs_q", "cs_k", "cs_v")}, "beta": f(0, heads), "A_log": f(heads), "dt_bias": f(channels),
         "state": f(pool, heads, dim, dim), "slots": i(0), "cu_seqlens": i(1), "onorm_weight": f(dim), "onorm_eps": 1e-6,
     }  # fmt: skip
-    calls = working({"ours": lambda _: kda.decode(**decode)}, "decode")
-    report("overhead/decode/tensors=19", {who: per_call(lambda c=c: c(0), 2000) for who, c in calls.items()})
 
 
 if __name__ == "__main__":
