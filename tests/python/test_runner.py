@@ -35,6 +35,12 @@ def test_counts(tmp_path):
     assert run_tests.refused_skips([result], {"needs-isa": 1, "needs-torch": 1}) == []
 
 
+def test_a_file_that_skips_as_a_whole(tmp_path):
+    text = """<skipped message="collection skipped">('x.py', 12, 'Skipped: needs-torch: no torch')</skipped>"""
+    result = result_of(tmp_path, report(text), 5)
+    assert result.failed == 0 and result.skips == [("A.t0", "needs-torch: no torch")]
+
+
 @pytest.mark.parametrize("message", ["", "later", "needs-models: gone"])
 def test_a_skip_without_a_reason_that_is_allowed_is_refused(tmp_path, message):
     result = result_of(tmp_path, report("", f'<skipped message="{message}"/>'))
