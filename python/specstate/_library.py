@@ -26,6 +26,7 @@ def library():
     if _module is None:
         import tvm_ffi
 
+        tvm_ffi.register_error("NotImplementedError", NotImplementedError)  # else it would arrive as a RuntimeError
         _module = tvm_ffi.load_module(str(_folder() / "libspecstate_ffi.so"))
     return _module
 

@@ -105,6 +105,14 @@ def test_errors_name_the_argument():
     assert (out[0] == 77).all() and (out[1] == 77).all()
 
 
+def test_what_is_not_implemented_says_so():
+    """An error of the kind keeps it on the way to Python: a caller (the sglang plugin) falls back on it."""
+    many = torch.zeros(20000, 2, device="cuda")
+    table = torch.ones(1, dtype=torch.int32, device="cuda"), torch.ones(1, device="cuda")
+    with pytest.raises(NotImplementedError, match="at most 16384 proposals on CUDA, got 40000"):
+        accept.plan_verify_lengths(many, *table)
+
+
 def test_no_context_before_the_first_cuda_call():
     """Importing the package and calling it on the CPU leaves the GPU alone: no context, no memory on it."""
     code = """

@@ -48,4 +48,4 @@ def test_calls_that_nobody_should_make(seed):
                           env=dict(os.environ, PYTHONPATH=path))  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     taken, refused = map(int, done.stdout.split())
-    assert taken > 50 and refused > 50
+    assert taken > 30 and refused > 30

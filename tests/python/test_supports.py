@@ -130,3 +130,12 @@ def test_other_threads_run():
     finally:
         check_only(False)
     assert got[0].tolist() == [1, 1] and mine["out"][0].tolist() == [-7, -7]
+
+
+def test_every_kind_of_error_has_its_python_exception():
+    """tvm-ffi knows no NotImplementedError by itself: it would arrive as a RuntimeError, and nobody would fall back."""
+    import tvm_ffi
+
+    specstate._library.library()
+    for kind in (ValueError, NotImplementedError, RuntimeError, MemoryError):
+        assert tvm_ffi.core.ERROR_NAME_TO_TYPE[kind.__name__] is kind
