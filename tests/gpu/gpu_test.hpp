@@ -88,9 +88,11 @@ class Bytes {
     pristine_ = host_;
     reset();
   }
+  /// Waits: a small copy from pageable memory may return before it has arrived, and the tests' streams do not wait for it.
   void reset() {
     host_ = pristine_;
     cudaMemcpy(device(), host_.data(), host_.size(), cudaMemcpyHostToDevice);
+    cudaDeviceSynchronize();
   }
   std::vector<unsigned char> download() const {
     std::vector<unsigned char> bytes(size());
@@ -190,7 +192,10 @@ inline void on_both(const Call& call, std::initializer_list<Bytes*> arrays, cons
   const OwnStream stream;
   const auto compare = [&](const char* how, int round) {
     int i = 0;
-    for (Bytes* b : arrays) EXPECT_EQ(b->difference(), "") << "array " << i++ << ", " << how << ", round " << round;
+    for (Bytes* b : arrays) {
+      EXPECT_EQ(b->difference(), "") << "array " << i << ", " << how << ", round " << round;
+      ++i;
+    }
   };
   for (Bytes* b : arrays) b->reset();
   call(Where::kHost, {});
