@@ -11,7 +11,7 @@ from ._library import function
 # NumPy cannot export these by DLPack: they cross as integers of the same size under their own name.
 _ML_DTYPES = {"bfloat16": ("uint16", "bfloat16"), "float8_e4m3fn": ("uint8", "float8_e4m3fn")}
 
-_as_they_are = set()  # types that the binding takes without a word
+_as_they_are = {type(None)}  # types that the binding takes without a word
 _plain = set()  # NumPy dtypes that DLPack knows
 
 
@@ -46,6 +46,11 @@ def _from_numpy(name, np, x):
 
 def _writable(np, x):
     return x if x.flags.writeable else np.asarray(_Alias(x))
+
+
+def all_as_they_are(*arrays):
+    """Does the binding take all of these without a word? For calls of many arrays: one question instead of one an array."""
+    return _as_they_are.issuperset(map(type, arrays))
 
 
 def array_in(name, x):

@@ -16,7 +16,7 @@ one; CPU calls ignore it.
 from typing import Any, NamedTuple
 
 from ._arguments import flag, group, integer, number, optional_number
-from ._arrays import array_in, array_out, empty_like, shape_of
+from ._arrays import all_as_they_are, array_in, array_out, empty_like, shape_of
 from ._library import function
 from ._stream import stream_handle
 
@@ -33,15 +33,20 @@ class Rings(NamedTuple):
 def _step(in_place, x_q, x_k, x_v, w_q, w_k, w_v, cs_q, cs_k, cs_v, g, beta, A_log, dt_bias, state, slots, cu_seqlens, onorm_gate,
           onorm_weight, onorm_eps, out, lower_bound, softplus_beta, softplus_threshold, scale, l2norm, round_before_norm, null_slot,
           state_name="state", slots_name="slots"):  # fmt: skip
-    pool = array_out if in_place else array_in
+    arrays = (x_q, x_k, x_v, w_q, w_k, w_v, cs_q, cs_k, cs_v, g, beta, A_log, dt_bias, state, slots, cu_seqlens, onorm_gate, onorm_weight)  # fmt: skip
+    if not all_as_they_are(*arrays, out):
+        pool = array_out if in_place else array_in
+        arrays = (
+            array_in("x_q", x_q), array_in("x_k", x_k), array_in("x_v", x_v),
+            array_in("w_q", w_q), array_in("w_k", w_k), array_in("w_v", w_v),
+            pool("cs_q", cs_q), pool("cs_k", cs_k), pool("cs_v", cs_v),
+            array_in("g", g), array_in("beta", beta), array_in("A_log", A_log), array_in("dt_bias", dt_bias),
+            pool(state_name, state), array_in(slots_name, slots), array_in("cu_seqlens", cu_seqlens),
+            array_in("onorm_gate", onorm_gate), array_in("onorm_weight", onorm_weight),
+        )  # fmt: skip
+        out = array_out("out", out)
     return (
-        array_in("x_q", x_q), array_in("x_k", x_k), array_in("x_v", x_v),
-        array_in("w_q", w_q), array_in("w_k", w_k), array_in("w_v", w_v),
-        pool("cs_q", cs_q), pool("cs_k", cs_k), pool("cs_v", cs_v),
-        array_in("g", g), array_in("beta", beta), array_in("A_log", A_log), array_in("dt_bias", dt_bias),
-        pool(state_name, state), array_in(slots_name, slots), array_in("cu_seqlens", cu_seqlens),
-        array_in("onorm_gate", onorm_gate), array_in("onorm_weight", onorm_weight), optional_number("onorm_eps", onorm_eps),
-        array_out("out", out), optional_number("lower_bound", lower_bound), number("softplus_beta", softplus_beta),
+        *arrays, optional_number("onorm_eps", onorm_eps), out, optional_number("lower_bound", lower_bound), number("softplus_beta", softplus_beta),
         number("softplus_threshold", softplus_threshold), optional_number("scale", scale), flag("l2norm", l2norm),
         flag("round_before_norm", round_before_norm), integer("null_slot", null_slot),
     )  # fmt: skip

@@ -609,3 +609,19 @@ def test_random_calls_against_oracle(data):
         for r, s in enumerate(a["slots"]):
             if s >= 0:
                 assert same(state[s], snapshots[a["rows"][r], accept[r] - 1] if accept[r] else a["state"][s])
+
+
+def test_arrays_that_need_no_word_give_the_same():
+    """The short way through the binding, for types that it takes as they are (torch, CuPy, tvm-ffi)."""
+    import tvm_ffi
+    from calls import CALLS, leaves, operation
+
+    for name in ("decode", "verify"):
+        plain, wrapped = CALLS[name](), CALLS[name]()
+        as_ffi = lambda x: tvm_ffi.from_dlpack(x) if isinstance(x, np.ndarray) else x  # noqa: E731
+        arguments = {k: type(v)(*map(as_ffi, v)) if isinstance(v, tuple) else as_ffi(v) for k, v in wrapped.items()}
+        operation(name)(**plain)
+        for _ in range(2 if name == "verify" else 1):
+            operation(name)(**arguments)
+        for (path, want), (_, got) in zip(leaves(plain), leaves(wrapped), strict=True):
+            np.testing.assert_array_equal(got, want, err_msg=f"{name} {path}")
