@@ -102,6 +102,18 @@ def pack(folder):
     linked = subprocess.run(["ldd", BUILD / "lib" / "libspecstate.so"], capture_output=True, text=True, check=True).stdout
     for name, path in re.findall(r"(lib(?:tbb|hwy)\S*) => (\S+)", linked):
         shutil.copy2(os.path.realpath(path), lib / name)
+    (folder / "run.sh").write_text("""#!/bin/bash
+# Everything this machine can tell, into out/: run on a machine with an NVIDIA GPU and torch.
+cd "$(dirname "$0")" && mkdir -p out
+if ls ./*.whl > /dev/null 2>&1; then  # packages that the machine lacks (apache-tvm-ffi)
+  python3 -m pip install -q --no-index --no-deps --no-cache-dir --upgrade --target "$PWD/site" ./*.whl && export PYTHONPATH="$PWD/site"
+fi
+python3 tools/gpu_test.py --no-sanitizers --evidence out/evidence.json
+python3 tools/gpu_bench.py $([ -d wheel ] && echo --wheel wheel) --out out/bench.json
+[ -d wheel ] && SPECSTATE_LIBRARY_PATH=build/release/lib LD_LIBRARY_PATH=build/release/lib python3 bench/peers/overhead.py --wheel wheel --json out/overhead.json
+python3 tools/gpu_test.py --jobs 8 --evidence out/evidence.json
+cp build/release/gpu-test-results/*.log out/
+""")
     programs = [p for p in folder.rglob("*") if p.is_file() and p.read_bytes()[:4] == b"\x7fELF"]
     subprocess.run(["strip", *map(str, programs)], check=True)
     size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
