@@ -29,6 +29,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 # Reason code -> how many tests may be skipped for it. A skip message reads "code: what is missing".
 SKIP_LIMITS = {
     "needs-gpu": 4,
+    "needs-memory": 2,  # of the GPU: the largest pools
+    "needs-cupy": 2,  # CuPy is no requirement of the project
     "needs-isa": 8,  # the processor lacks an instruction set
     "needs-no-sglang": 1,  # what is said where sglang is missing
     "needs-torch": 8,  # torch is no requirement of the project
