@@ -14,7 +14,7 @@ constexpr u32 kResident = 0x80000000u;  // in the table: the token is in a slot 
 /// n / divisor for n <= 65536 + 4096 and divisor <= 65536, by a multiplication.
 struct Divider {
   u64 factor;
-  explicit Divider(u32 divisor = 1) : factor(((u64{1} << 40) + divisor - 1) / (divisor == 0 ? 1 : divisor)) {}
+  Divider(u32 divisor = 1) : factor(((u64{1} << 40) + divisor - 1) / (divisor == 0 ? 1 : divisor)) {}
   __device__ __forceinline__ u32 operator()(u32 n) const { return static_cast<u32>(n * factor >> 40); }
 };
 

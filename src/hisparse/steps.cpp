@@ -1,0 +1,247 @@
+// Staging, opening and accepting a window: checks, dispatch and the CPU form. A row moves only after every id was judged.
+#include "hisparse/steps.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <string>
+
+#include "core/dispatch.hpp"
+#include "core/match.hpp"
+#include "hisparse/check.hpp"
+#include "hisparse/layout.hpp"
+#include "hisparse/rows.hpp"
+#include "specstate/hisparse_steps.hpp"
+
+namespace specstate::hisparse {
+
+using core::Checker;
+using core::Dim;
+using core::Sym;
+using core::throw_value;
+
+namespace {
+
+Integers integers(const TensorView& t) {
+  return {t.data, t.ndim > 0 ? t.strides[0] : 0, t.ndim > 1 ? t.strides[1] : 0, static_cast<int>(size_of(t.dtype))};
+}
+Strided2<std::int32_t> table(const TensorView& t) { return {t.as<std::int32_t>(), t.strides[0], t.strides[1]}; }
+
+RowBuffer row_buffer(Checker& check, const std::string& name, const TensorView& t, bool paged, std::int64_t& item) {
+  check.arg(name.c_str(), t).required();
+  check.require(t.ndim >= 1, name, "at least one dimension", "shape ()");
+  // Either end may be host memory: pinned, where the other is on a GPU.
+  if (check.device().type == DeviceType::kCpu || t.device.type == DeviceType::kCuda)
+    check.arg(name.c_str(), t).same_device();
+  else
+    check.require(core::pinned(t), name, "pinned host memory", "pageable host memory");
+  const std::int64_t bytes = t.numel() * size_of(t.dtype);
+  if (paged) {
+    check.arg(name.c_str(), t).inner_contiguous(t.ndim);
+    check.require(bytes % layout::kPageBytes == 0, name, "whole DSv4 pages of 37440 bytes", std::to_string(bytes) + " bytes");
+    item = layout::kPagedRowBytes;
+    return {t.as<std::byte>(), 0, bytes / layout::kPageBytes * layout::kPageRows};
+  }
+  std::int64_t inner = size_of(t.dtype);
+  for (int i = 1; i < t.ndim; ++i) inner *= t.sizes[i];
+  if (item < 0) item = inner;
+  check.require(inner == item && inner > 0, name, item > 0 ? fmt::format("rows of {} bytes", item) : "rows of at least one byte",
+                fmt::format("rows of {} bytes", inner));
+  check.arg(name.c_str(), t).inner_contiguous(t.ndim - 1);
+  return {t.as<std::byte>(), t.strides[0] * size_of(t.dtype), t.sizes[0]};
+}
+
+const std::int32_t* real_count(Checker& check, const TensorView& t) {
+  if (!t.given()) return nullptr;
+  check.arg("num_real_reqs", t).dtype(DType::kInt32).same_device();
+  check.require(t.ndim <= 1 && t.numel() >= 1, "num_real_reqs", "shape [1]", shape_text(t));
+  return t.as<const std::int32_t>();
+}
+
+/// The tables of all groups, of one shape: R, H, P, L.
+std::vector<WindowTables> check_groups(Checker& check, const WindowGroup* groups, std::int64_t n, WindowArgs& a) {
+  check.require(n >= 1 && groups != nullptr, "groups", "at least one group", std::to_string(n));
+  Sym R("R"), L("L"), H("H"), W("H+P");
+  std::vector<WindowTables> tables;
+  for (std::int64_t i = 0; i < n; ++i) {
+    const SwapState& s = groups[i].state;
+    const std::string at = fmt::format("groups[{}].state.", i);
+    const auto arg = [&](const char* name, const TensorView& t, std::initializer_list<DType> dtypes, std::initializer_list<Dim> shape) {
+      const std::string whole = at + name;
+      check.arg(whole.c_str(), t).required().dtype(dtypes).shape(shape).same_device();
+    };
+    arg("slot_tokens", s.slot_tokens, {DType::kInt32}, {R, W});
+    arg("slot_locs", s.slot_locs, {DType::kInt32}, {R, W});
+    arg("slot_stamps", s.slot_stamps, {DType::kInt32}, {R, H});
+    check.require(H >= 1 && H <= W, at + "slot_stamps", fmt::format("1 to {} hot slots", W.value()), shape_text(s.slot_stamps));
+    arg("token_slots", s.token_slots, {DType::kInt16, DType::kInt32}, {R, L});
+    if (s.token_slots.dtype == DType::kInt16)
+      check.require(H <= layout::kMaxShortSlots, at + "token_slots", "dtype int32 for more than 32767 hot slots", "int16");
+    arg("clock", s.clock, {DType::kInt32}, {R});
+    tables.push_back({table(s.slot_tokens),
+                      table(s.slot_locs),
+                      table(s.slot_stamps),
+                      integers(s.token_slots),
+                      {s.clock.as<std::int32_t>(), s.clock.strides[0]}});
+  }
+  a.request_slots = R;
+  a.context = L;
+  a.hot = H;
+  a.tail = W - H;
+  return tables;
+}
+
+template <class Params>
+void check_batch(Checker& check, const Params& p, WindowArgs& a) {
+  Sym B("B");
+  check.arg("requests", p.requests).required().dtype({DType::kInt32, DType::kInt64}).shape({B}).same_device();
+  check.arg("widths", p.widths).required().dtype(DType::kInt32).shape({B}).same_device();
+  check.arg("lengths", p.lengths).required().dtype(DType::kInt32).shape({Dim(a.request_slots)}).same_device().written();
+  a.num_real = real_count(check, p.num_real_reqs);
+  a.requests = integers(p.requests);
+  a.widths = integers(p.widths);
+  a.lengths = {p.lengths.template as<std::int32_t>(), p.lengths.strides[0]};
+  a.batch = B;
+}
+
+}  // namespace
+
+void copy_rows(const CopyRowsParams& p, Stream) {
+  Checker check("copy_rows");
+  Sym n("n");
+  check.arg("src_rows", p.src_rows).required().dtype({DType::kInt32, DType::kInt64}).shape({n}).same_device();
+  check.arg("dst_rows", p.dst_rows).required().dtype({DType::kInt32, DType::kInt64}).shape({n}).same_device();
+  std::vector<CopyRowsLayer> layers;
+  CopyRowsArgs a{integers(p.src_rows), integers(p.dst_rows), n, p.layout == RowLayout::kDsv4Paged, -1};
+  for (std::int64_t l = 0; l < p.num_layers; ++l) {
+    const RowBuffer src = row_buffer(check, fmt::format("src[{}]", l), p.src[l], a.paged, a.item_bytes);
+    layers.push_back({src, row_buffer(check, fmt::format("dst[{}]", l), p.dst[l], a.paged, a.item_bytes)});
+  }
+  core::on_backend(check.op(), p.src_rows.device, [&] { cpu::run(a, layers); });
+}
+
+void open_window(const OpenWindowParams& p, Stream) {
+  Checker check("open_window");
+  WindowArgs a{};
+  a.op = check.op();
+  const std::vector<WindowTables> groups = check_groups(check, p.groups, p.num_groups, a);
+  check_batch(check, p, a);
+  check.arg("locs", p.locs).dtype(DType::kInt32).shape({Dim(a.batch), Dim::at_least(1, "W")}).same_device().written();
+  if (p.locs.given()) a.locs = table(p.locs), a.locs_width = p.locs.sizes[1];
+  core::on_backend(a.op, p.requests.device, [&] { cpu::run(a, groups, {}); });
+}
+
+void accept_window(const AcceptWindowParams& p, Stream) {
+  Checker check("accept_window");
+  WindowArgs a{};
+  a.op = check.op();
+  const std::vector<WindowTables> groups = check_groups(check, p.groups, p.num_groups, a);
+  check_batch(check, p, a);
+  check.arg("accepted", p.accepted).required().dtype(DType::kInt32).shape({Dim(a.batch)}).same_device();
+  for (const auto& [name, t] : {std::pair{"reserved_rows", &p.reserved_rows}, std::pair{"host_cache_locs", &p.host_cache_locs}})
+    check.arg(name, *t).required().dtype({DType::kInt32, DType::kInt64}).shape({Dim(a.request_slots), Dim(a.context)}).same_device();
+  check.arg("host_cache_locs", p.host_cache_locs).written();
+  a.accepted = integers(p.accepted);
+  a.reserved = integers(p.reserved_rows);
+  a.host_locs = integers(p.host_cache_locs);
+  a.host_rows = a.device_rows = INT64_MAX;
+  std::vector<WindowLayer> layers;
+  for (std::int64_t g = 0; g < p.num_groups; ++g)
+    for (std::int64_t l = 0; l < p.groups[g].num_layers; ++l) {
+      layers.push_back({check_buffers(a.op, p.groups[g].layers[l], p.layout, static_cast<std::int64_t>(layers.size())), g});
+      const Device& device = p.groups[g].layers[l].device_buffer.device;
+      check.require(device == check.device(), "layers", name_of(check.device()), name_of(device));
+      a.host_rows = std::min(a.host_rows, layers.back().copy.host_rows());
+      a.device_rows = std::min(a.device_rows, layers.back().copy.device_rows());
+    }
+  core::on_backend(a.op, p.requests.device, [&] { cpu::run(a, groups, layers); });
+}
+
+namespace cpu {
+
+namespace {
+[[noreturn]] void refuse(const char* op, const char* name, const std::string& expected, std::int64_t got, std::int64_t where) {
+  throw_value(fmt::format("{}: {}: expected {}, got {} at [{}].", op, name, expected, got, where));
+}
+}  // namespace
+
+void run(const CopyRowsArgs& a, const std::vector<CopyRowsLayer>& layers) {
+  for (const CopyRowsLayer& l : layers)
+    for (std::int64_t i = 0; i < a.count; ++i) {
+      if (a.src(i) < 0 || a.dst(i) < 0) continue;
+      if (a.src(i) >= l.src.rows) refuse("copy_rows", "src_rows", fmt::format("rows below {}", l.src.rows), a.src(i), i);
+      if (a.dst(i) >= l.dst.rows) refuse("copy_rows", "dst_rows", fmt::format("rows below {}", l.dst.rows), a.dst(i), i);
+    }
+  for (const CopyRowsLayer& l : layers)
+    for (std::int64_t i = 0; i < a.count; ++i)
+      if (a.src(i) >= 0 && a.dst(i) >= 0)
+        copy_row(row_spans(l.src, a.paged, a.item_bytes, a.src(i)), row_spans(l.dst, a.paged, a.item_bytes, a.dst(i)));
+}
+
+void run(const WindowArgs& a, const std::vector<WindowTables>& groups, const std::vector<WindowLayer>& layers) {
+  const std::int64_t real = a.num_real ? std::clamp<std::int64_t>(*a.num_real, 0, a.batch) : a.batch;
+  const bool accepts = a.accepted.data != nullptr;
+  std::vector<std::int64_t> seen;
+  for (std::int64_t b = 0; b < real; ++b) {
+    const std::int64_t r = a.requests(b), width = a.widths(b);
+    if (r < 0 || r >= a.request_slots) refuse(a.op, "requests", fmt::format("request ids in 0..{}", a.request_slots - 1), r, b);
+    if (std::find(seen.begin(), seen.end(), r) != seen.end()) refuse(a.op, "requests", "each request once", r, b);
+    seen.push_back(r);
+    const std::int64_t length = a.lengths(r);
+    if (length < 0 || length > a.context) refuse(a.op, "lengths", fmt::format("0..{}", a.context), length, r);
+    const std::int64_t most = std::min(a.tail, a.context - length);
+    if (width < 0 || width > most) refuse(a.op, "widths", fmt::format("0..{}", most), width, b);
+    if (!accepts) continue;
+    if (a.accepted(b) < 0 || a.accepted(b) > width) refuse(a.op, "accepted", fmt::format("0..{}", width), a.accepted(b), b);
+    for (std::int64_t p = length; p < length + a.accepted(b); ++p) {
+      if (a.reserved(r, p) < 0 || a.reserved(r, p) >= a.host_rows)
+        refuse(a.op, "reserved_rows", fmt::format("host rows in 0..{}", a.host_rows - 1), a.reserved(r, p), p);
+      for (const WindowTables& g : groups)
+        for (const std::int64_t c : {a.hot + p % a.tail, std::min(p, a.hot)})
+          if (g.slot_locs(r, c) >= a.device_rows || (c >= a.hot && p % a.tail == c - a.hot && g.slot_locs(r, c) < 0))
+            refuse(a.op, "slot_locs", fmt::format("device rows in 0..{}", a.device_rows - 1), g.slot_locs(r, c), r);
+    }
+  }
+  for (std::int64_t b = 0; b < a.batch && a.locs; ++b)
+    for (std::int64_t j = 0; j < a.locs_width; ++j) {
+      const bool inside = b < real && j < a.widths(b);
+      a.locs(b, j) = inside ? groups[0].slot_locs(a.requests(b), a.hot + (a.lengths(a.requests(b)) + j) % a.tail) : -1;
+    }
+  for (std::int64_t b = 0; b < real; ++b) {
+    const std::int64_t r = a.requests(b), length = a.lengths(r), taken = accepts ? a.accepted(b) : 0;
+    for (std::int64_t p = length; p < length + a.widths(b); ++p) {
+      const std::int64_t column = a.hot + p % a.tail;
+      if (!accepts) {
+        for (const WindowTables& g : groups) g.slot_tokens(r, column) = static_cast<std::int32_t>(p);
+        continue;
+      }
+      const bool stands = p < length + taken;
+      const auto moves = [&](const WindowTables& g) { return stands && p < a.hot && g.slot_locs(r, p) >= 0 && g.slot_tokens(r, p) < 0; };
+      for (const WindowLayer& l : layers) {
+        if (!stands) continue;
+        const WindowTables& g = groups[static_cast<std::size_t>(l.group)];
+        for (int i = 0; i < l.copy.pairs; ++i) {
+          const RowSpans from = row_spans(l.copy.device[i], l.copy.paged, l.copy.item_bytes, g.slot_locs(r, column));
+          copy_row(from, row_spans(l.copy.host[i], l.copy.paged, l.copy.item_bytes, a.reserved(r, p)));
+          if (moves(g)) copy_row(from, row_spans(l.copy.device[i], l.copy.paged, l.copy.item_bytes, g.slot_locs(r, p)));
+        }
+      }
+      for (const WindowTables& g : groups) {
+        if (!stands || moves(g)) {
+          if (stands) {
+            g.slot_tokens(r, p) = static_cast<std::int32_t>(p);
+            g.stamps(r, p) = layout::hit_stamp(g.clock(r));
+            g.hints.store(r, p, p);
+          }
+          g.slot_tokens(r, column) = -1;
+        }
+      }
+      if (stands) a.host_locs.store(r, p, a.reserved(r, p));
+    }
+    if (accepts) a.lengths(r) = static_cast<std::int32_t>(length + taken);
+  }
+}
+
+}  // namespace cpu
+
+}  // namespace specstate::hisparse

@@ -1,0 +1,167 @@
+// Windows and staging as operations on tensors, against the Coordinator, which does the same in its own tables; and their refusals.
+#include "specstate/hisparse_steps.hpp"
+
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <numeric>
+#include <random>
+#include <vector>
+
+#include "specstate/error.hpp"
+#include "specstate/hisparse_coordinator.hpp"
+
+namespace {
+
+using namespace specstate;
+using namespace specstate::hisparse;
+using i64 = std::int64_t;
+using i32 = std::int32_t;
+std::size_t at(i64 i) { return static_cast<std::size_t>(i); }
+
+TensorView view(std::vector<i32>& v, std::initializer_list<i64> sizes) { return TensorView(v.data(), DType::kInt32, sizes); }
+TensorView view(std::vector<i64>& v, std::initializer_list<i64> sizes) { return TensorView(v.data(), DType::kInt64, sizes); }
+
+struct Tables {
+  i64 R, H, P, L;
+  std::vector<i32> tokens, locs, stamps, hints, clock, lengths;
+  std::vector<i64> reserved, committed;
+  Tables(i64 R, i64 H, i64 P, i64 L)
+      : R(R),
+        H(H),
+        P(P),
+        L(L),
+        tokens(at(R * (H + P)), -1),
+        locs(at(R * (H + P))),
+        stamps(at(R * H), 0),
+        hints(at(R * L), -1),
+        clock(at(R), 4),
+        lengths(at(R), 0),
+        reserved(at(R * L)),
+        committed(at(R * L), -1) {
+    std::iota(locs.begin(), locs.end(), 0);
+    std::iota(reserved.begin(), reserved.end(), 0);
+  }
+  SwapState state() {
+    return {view(tokens, {R, H + P}), view(locs, {R, H + P}), view(stamps, {R, H}), view(hints, {R, L}), view(clock, {R})};
+  }
+};
+
+/// Rows of random bytes are written into windows of both; after every acceptance the same positions are resident with the same bytes, and
+/// the host pools hold the same positions.
+TEST(HisparseSteps, DoWhatTheCoordinatorDoes) {
+  for (unsigned seed = 1; seed <= 30; ++seed) {
+    std::mt19937 random(seed);
+    const auto pick = [&](i64 low, i64 high) { return low + static_cast<i64>(random() % static_cast<unsigned>(high - low + 1)); };
+    const i64 R = 2, H = pick(2, 12), P = pick(2, 6), L = 40, item = 8;
+    Tables t(R, H, P, L);
+    std::vector<std::uint8_t> host(at(R * L * item)), device(at(R * (H + P) * item)), chost(host), cdevice(device);
+    KvBuffers layer, clayer;
+    layer.host_cache = TensorView(host.data(), DType::kUInt8, {R * L, item});
+    layer.device_buffer = TensorView(device.data(), DType::kUInt8, {R * (H + P), item});
+    clayer.host_cache = TensorView(chost.data(), DType::kUInt8, {R * L, item});
+    clayer.device_buffer = TensorView(cdevice.data(), DType::kUInt8, {R * (H + P), item});
+    CoordinatorConfig config;
+    config.requests = R, config.hot = H, config.window = P, config.tail = P, config.context = L, config.page_size = 1;
+    Coordinator c(config, {&clayer, 1});
+    for (i64 r = 0; r < R; ++r) c.admit(r, 0);
+    const WindowGroup group{t.state(), &layer, 1};
+    for (int step = 0; step < 12; ++step) {
+      std::vector<i64> ids{0, 1};
+      if (random() % 2) std::swap(ids[0], ids[1]);
+      if (random() % 3 == 0) ids.pop_back();
+      const i64 B = static_cast<i64>(ids.size());
+      std::vector<i64> widths, accepted;
+      std::vector<i32> w32, a32;
+      bool full = false;
+      for (const i64 r : ids) {
+        const i64 left = std::min(P, L - t.lengths[at(r)]);
+        full = full || left < 1;
+        widths.push_back(left < 1 ? 0 : pick(1, left)), accepted.push_back(pick(0, widths.back()));
+        w32.push_back(static_cast<i32>(widths.back())), a32.push_back(static_cast<i32>(accepted.back()));
+      }
+      if (full) break;
+      std::vector<i32> locs(at(B * P), 77);
+      OpenWindowParams open;
+      open.groups = &group, open.num_groups = 1, open.requests = view(ids, {B}), open.widths = view(w32, {B});
+      open.lengths = view(t.lengths, {R}), open.locs = view(locs, {B, P});
+      open_window(open);
+      c.prepare_verify(ids, widths);
+      for (i64 b = 0; b < B; ++b)
+        for (i64 j = 0; j < widths[at(b)]; ++j) {
+          std::vector<std::uint8_t> row(at(item));
+          for (auto& x : row) x = static_cast<std::uint8_t>(random());
+          c.write(0, ids[at(b)], j, row.data());
+          std::copy(row.begin(), row.end(), device.begin() + locs[at(b * P + j)] * item);
+        }
+      AcceptWindowParams p;
+      p.groups = &group, p.num_groups = 1, p.requests = open.requests, p.widths = open.widths, p.accepted = view(a32, {B});
+      p.lengths = open.lengths, p.reserved_rows = view(t.reserved, {R, L}), p.host_cache_locs = view(t.committed, {R, L});
+      accept_window(p);
+      c.accept(ids, accepted);
+      const SwapState theirs = c.tables(0);
+      for (i64 r = 0; r < R; ++r) {
+        ASSERT_EQ(t.lengths[at(r)], c.length(r));
+        for (i64 q = 0; q < t.lengths[at(r)]; ++q) {
+          const i64 mine = t.committed[at(r * L + q)];
+          ASSERT_EQ(mine, r * L + q);
+          ASSERT_TRUE(std::equal(host.begin() + mine * item, host.begin() + (mine + 1) * item, chost.begin() + c.host_row(r, q) * item));
+        }
+        for (i64 s = 0; s < H + P; ++s) {
+          const i32 token = t.tokens[at(r * (H + P) + s)];
+          ASSERT_EQ(token, theirs.slot_tokens.as<i32>()[r * (H + P) + s]) << "request " << r << ", slot " << s << ", step " << step;
+          if (token < 0) continue;
+          const i64 a = t.locs[at(r * (H + P) + s)], b = theirs.slot_locs.as<i32>()[r * (H + P) + s];
+          ASSERT_TRUE(std::equal(device.begin() + a * item, device.begin() + (a + 1) * item, cdevice.begin() + b * item));
+        }
+      }
+    }
+  }
+}
+
+std::string text(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const Error& e) {
+    return e.what();
+  }
+  return "no error";
+}
+
+TEST(HisparseSteps, Refusals) {
+  Tables t(2, 4, 2, 8);
+  const std::vector<i32> before = t.tokens;
+  WindowGroup group{t.state(), nullptr, 0};
+  std::vector<i64> ids{0, 1};
+  std::vector<i32> widths{1, 2}, accepted{1, 2};
+  OpenWindowParams open;
+  open.groups = &group, open.num_groups = 1, open.requests = view(ids, {2}), open.widths = view(widths, {2}),
+  open.lengths = view(t.lengths, {2});
+  widths[1] = 3;
+  EXPECT_EQ(text([&] { open_window(open); }), "open_window: widths: expected 0..2, got 3 at [1].");
+  widths[1] = 2, ids[1] = 0;
+  EXPECT_EQ(text([&] { open_window(open); }), "open_window: requests: expected each request once, got 0 at [1].");
+  ids[1] = 2;
+  EXPECT_EQ(text([&] { open_window(open); }), "open_window: requests: expected request ids in 0..1, got 2 at [1].");
+  ids[1] = 1, t.lengths[1] = 7;
+  EXPECT_EQ(text([&] { open_window(open); }), "open_window: widths: expected 0..1, got 2 at [1].");
+  t.lengths[1] = 0;
+  AcceptWindowParams p;
+  p.groups = &group, p.num_groups = 1, p.requests = open.requests, p.widths = open.widths, p.accepted = view(accepted, {2});
+  p.lengths = open.lengths, p.reserved_rows = view(t.reserved, {2, 8}), p.host_cache_locs = view(t.committed, {2, 8});
+  accepted[0] = 2;
+  EXPECT_EQ(text([&] { accept_window(p); }), "accept_window: accepted: expected 0..1, got 2 at [0].");
+  accepted[0] = 1, t.reserved[0] = -1;
+  EXPECT_NE(text([&] { accept_window(p); }).find("accept_window: reserved_rows: expected host rows in 0.."), std::string::npos);
+  EXPECT_EQ(t.tokens, before);
+  std::vector<std::uint8_t> pool(64);
+  const TensorView a(pool.data(), DType::kUInt8, {4, 8}), b(pool.data() + 32, DType::kUInt8, {2, 16});
+  std::vector<i32> src{0}, dst{1};
+  CopyRowsParams c;
+  c.src = &a, c.dst = &b, c.num_layers = 1, c.src_rows = view(src, {1}), c.dst_rows = view(dst, {1});
+  EXPECT_EQ(text([&] { copy_rows(c); }), "copy_rows: dst[0]: expected rows of 8 bytes, got rows of 16 bytes.");
+  c.dst = &a, dst[0] = 4;
+  EXPECT_EQ(text([&] { copy_rows(c); }), "copy_rows: dst_rows: expected rows below 4, got 4 at [0].");
+}
+
+}  // namespace
