@@ -1,7 +1,8 @@
 """Acceptance: how many proposed tokens stand, which token follows them, and how long the next verify should be.
 
 `stream=` is a CUDA stream (an int, or an object with `cuda_stream`, `ptr` or `__cuda_stream__`), by default the framework's current
-one; CPU calls ignore it.
+one; CPU calls ignore it. No call reads device memory on the host: a row that the CPU would refuse for what it holds is a padding row on
+CUDA (accept_lens 0, tokens 0; a verify length of 0 where max_lens is below 1).
 """
 
 from ._arguments import kind_of
