@@ -36,29 +36,42 @@ class SPECSTATE_API KvProjection {
 /// T rows of features to the slots of a paged pool, all L layers. hidden: feature width; N KV heads of D (K) and Dv (V) channels;
 /// P rows and R channels of the rotary table, R even and at most D (the other D - R channels are not rotated).
 struct MaterializeIntoPoolParams {
-  TensorView ctx_hidden;     ///< [T, hidden] float32, bfloat16 or float16
-  KvProjection projection;   ///< packed weights, or not given:
-  TensorView kv_weight;      ///< [L, N*D + N*Dv, hidden], K rows then V rows, any float dtype of the three
-  TensorView kv_bias;        ///< [L, N*D + N*Dv], optional
-  TensorView k_norm_weight;  ///< [L, D]
-  TensorView eps;            ///< [L] float32, each >= 0
-  TensorView cos_sin_cache;  ///< [P, R], or [L, P, R] for a table a layer; a row is R/2 cosines, then R/2 sines
-  TensorView positions;      ///< [T] (or slot_mapping's shape) int32 or int64: rows of the rotary table
-  TensorView slot_mapping;   ///< [T], or [b, W] with b * W == T; int32 or int64; < 0: the row is skipped; not given: row i to slot i
-  TensorView commit_lens;    ///< [b] int32 or int64 in 0..W, optional: row (r, j) is skipped unless j < commit_lens[r]
+  TensorView ctx_hidden;  ///< [T, hidden] float32, bfloat16 or float16; or the target's features:
+  TensorView fc_weight;   ///< [hidden, features], optional, CPU only: ctx_hidden is [T, features], and what is projected is rms(fc x) * w
+  TensorView hidden_norm_weight;  ///< [hidden]: w, given with fc_weight
+  float hidden_norm_eps = 1e-6f;  ///< >= 0
+  KvProjection projection;        ///< packed weights, or not given:
+  TensorView kv_weight;           ///< [L, N*D + N*Dv, hidden], K rows then V rows, any float dtype of the three
+  TensorView kv_bias;             ///< [L, N*D + N*Dv], optional
+  TensorView k_norm_weight;       ///< [L, D]
+  TensorView eps;                 ///< [L] float32, each >= 0
+  TensorView cos_sin_cache;       ///< [P, R], or [L, P, R] for a table a layer; a row is R/2 cosines, then R/2 sines
+  TensorView positions;           ///< [T] (or slot_mapping's shape) int32 or int64: rows of the rotary table
+  TensorView slot_mapping;        ///< [T], or [b, W] with b * W == T; int32 or int64; < 0: the row is skipped; not given: row i to slot i
+  TensorView commit_lens;         ///< [b] int32 or int64 in 0..W, optional: row (r, j) is skipped unless j < commit_lens[r]
   std::span<const TensorView> k_pool;  ///< one [L, slots, N, D], or L times [slots, N, D]; also float8_e4m3fn, or uint8 for its codes
   std::span<const TensorView> v_pool;  ///< the same with Dv
   TensorView k_scale, v_scale;         ///< float32 or float64, [] or [L], optional: an fp8 pool holds value / scale
   bool is_neox_style = true;           ///< rotary pairs (i, i + R/2); false: (2i, 2i + 1)
   bool round_after_norm = false;       ///< K is also rounded to `io` between norm and rotary
   std::optional<DType> io;             ///< dtype to which features and projection are rounded; ctx_hidden's by default
+  TensorView workspace;                ///< CUDA only: materialize_workspace_bytes bytes on the GPU; what it holds does not matter
 };
-/// Rounding points: features to `io`, projection (float32, with bias) to `io`, K once to `io` after the rotary, then the pool's
+/// Rounding points: features to `io` (of target features also fc's product, before and after its norm), projection (float32, with bias) to `io`, K once to `io` after the rotary, then the pool's
 /// dtype; fp8 is divided by its scale in float32 and saturates at +-448. V is the rounded projection, bit for bit. A row's bits never
 /// depend on the other rows of the call. Where two rows name one slot, the last one stands.
 /// Throws Error(kValue) naming the argument before anything is written: shapes, dtypes, a slot beyond the pool, a position outside
 /// the table of a row that would be written (skipped rows need no valid position). T = 0 does nothing. Thread-safe on disjoint slots.
+/// CUDA: nothing is read on the host, so a row with a slot beyond the pool or a position outside the table is not written; the next
+/// call of this header on that GPU throws then, or raise_pending_error. Of the scales only those given as numbers can be refused.
 SPECSTATE_API void materialize_into_pool(const MaterializeIntoPoolParams& params, Stream stream = {});
+
+/// Bytes of `workspace` that the call needs: 0 on the CPU and for few tokens, and bounded whatever their number.
+SPECSTATE_API std::int64_t materialize_workspace_bytes(const MaterializeIntoPoolParams& params);
+
+/// Throws Error(kValue) if finished CUDA work of this header on `device` met a row that it could not write, and forgets it. Does not
+/// wait: synchronise first for the calls made so far. Does nothing for the CPU.
+SPECSTATE_API void raise_pending_error(const Device& device);
 
 /// RMSNorm of K per head, rotary, and V as it is, for a projection that was made elsewhere (SGLang's `_fused_norm_rope_stacked`).
 struct FusedNormRopeStackedParams {

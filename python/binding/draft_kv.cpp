@@ -51,28 +51,42 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(draft_kv_pack, [](Opt kv_weight, Opt kv_bias) {
   return guard([&] { return Projection(draft_kv::KvProjection(view("kv_weight", kv_weight), view("kv_bias", kv_bias))); });
 });
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(draft_kv_materialize_into_pool, [](Opt ctx_hidden, ffi::Optional<Projection> projection, Opt kv_weight,
-                                                                 Opt k_norm_weight, Opt eps, Opt cos_sin_cache, Opt positions,
-                                                                 Opt slot_mapping, Pools k_pool, Pools v_pool, Opt kv_bias, Opt commit_lens,
-                                                                 Opt k_scale, ffi::Optional<double> k_scale_number, Opt v_scale,
-                                                                 ffi::Optional<double> v_scale_number, bool is_neox_style,
-                                                                 bool round_after_norm, bool round_to_weight_dtype, std::int64_t s) {
-  guard([&] {
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(draft_kv_materialize_into_pool,
+                              [](Opt ctx_hidden, ffi::Optional<Projection> projection, Opt kv_weight, Opt k_norm_weight, Opt eps,
+                                 Opt cos_sin_cache, Opt positions, Opt slot_mapping, Pools k_pool, Pools v_pool, Opt kv_bias,
+                                 Opt commit_lens, Opt k_scale, ffi::Optional<double> k_scale_number, Opt v_scale,
+                                 ffi::Optional<double> v_scale_number, bool is_neox_style, bool round_after_norm, Opt fc_weight,
+                                 Opt hidden_norm_weight, double hidden_norm_eps, bool round_to_weight_dtype, Opt workspace,
+                                 std::int64_t s) {
+                                guard([&] {
+                                  draft_kv::MaterializeIntoPoolParams p;
+                                  double k_number = 1, v_number = 1;
+                                  const std::vector<TensorView> k = pool_views("k_pool", k_pool), v = pool_views("v_pool", v_pool);
+                                  p.ctx_hidden = view("ctx_hidden", ctx_hidden);
+                                  if (projection.has_value()) p.projection = projection.value()->projection;
+                                  SPECSTATE_SET(p, kv_weight, kv_bias, k_norm_weight, eps, cos_sin_cache, positions, slot_mapping,
+                                                commit_lens, fc_weight, hidden_norm_weight, workspace);
+                                  p.k_pool = k, p.v_pool = v;
+                                  p.k_scale = scale("k_scale", k_scale, k_scale_number, k_number);
+                                  p.v_scale = scale("v_scale", v_scale, v_scale_number, v_number);
+                                  p.is_neox_style = is_neox_style;
+                                  p.round_after_norm = round_after_norm;
+                                  p.hidden_norm_eps = static_cast<float>(hidden_norm_eps);
+                                  if (round_to_weight_dtype) p.io = p.projection.given() ? p.projection.dtype() : p.kv_weight.dtype;
+                                  draft_kv::materialize_into_pool(p, stream(s));
+                                });
+                              });
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(draft_kv_workspace_bytes, [](In ctx_hidden, Opt fc_weight) {
+  return guard([&] {
     draft_kv::MaterializeIntoPoolParams p;
-    double k_number = 1, v_number = 1;
-    const std::vector<TensorView> k = pool_views("k_pool", k_pool), v = pool_views("v_pool", v_pool);
-    p.ctx_hidden = view("ctx_hidden", ctx_hidden);
-    if (projection.has_value()) p.projection = projection.value()->projection;
-    SPECSTATE_SET(p, kv_weight, kv_bias, k_norm_weight, eps, cos_sin_cache, positions, slot_mapping, commit_lens);
-    p.k_pool = k, p.v_pool = v;
-    p.k_scale = scale("k_scale", k_scale, k_scale_number, k_number);
-    p.v_scale = scale("v_scale", v_scale, v_scale_number, v_number);
-    p.is_neox_style = is_neox_style;
-    p.round_after_norm = round_after_norm;
-    if (round_to_weight_dtype) p.io = p.projection.dtype();
-    draft_kv::materialize_into_pool(p, stream(s));
+    p.ctx_hidden = view("ctx_hidden", ctx_hidden), p.fc_weight = view("fc_weight", fc_weight);
+    return draft_kv::materialize_workspace_bytes(p);
   });
 });
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(draft_kv_raise_pending_error,
+                              [](In like) { guard([&] { draft_kv::raise_pending_error(view("like", like).device); }); });
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(draft_kv_fused_norm_rope_stacked,
                               [](Opt kv, Opt k_norm_weight, Opt eps, Opt cos_sin_cache, Opt positions, std::int64_t num_kv_heads,

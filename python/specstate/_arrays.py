@@ -81,6 +81,12 @@ def array_out(name, x):
     return array_in(name, x)
 
 
+def is_cuda(x):
+    """Does the array live on a GPU?"""
+    device = getattr(x, "__dlpack_device__", None)
+    return device is not None and int(device()[0]) in (2, 13)  # kDLCUDA, kDLCUDAManaged
+
+
 def shape_of(name, x, ndim=None):
     """The shape of an argument, as a tuple; of `ndim` dimensions if that is given."""
     try:

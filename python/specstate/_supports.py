@@ -7,7 +7,7 @@ from ._library import function
 # What can be asked about, by module. Objects with a life (Coordinator, KvProjection, FusedKVMaterializeHelper) check when made.
 OPERATIONS = {
     "accept": ("plan_verify_lengths", "verify_greedy", "verify_rejection"),
-    "draft_kv": ("fused_norm_rope_stacked", "materialize_into_pool"),
+    "draft_kv": ("fused_norm_rope_stacked", "materialize_into_pool", "raise_pending_error"),
     "hisparse": (
         "copy_cache_planned_mla",
         "load_blocks_to_device_buffer_mha",

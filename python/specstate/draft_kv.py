@@ -8,7 +8,7 @@ one; CPU calls ignore it.
 """
 
 from ._arguments import flag, integer, kind_of, number
-from ._arrays import array_in, array_out, empty_like, shape_of
+from ._arrays import array_in, array_out, empty_like, is_cuda, shape_of
 from ._library import function
 from ._stream import stream_handle
 
@@ -21,7 +21,37 @@ class KvProjection:
     """
 
     def __init__(self, kv_weight, kv_bias=None):
-        self._packed = function("draft_kv_pack")(array_in("kv_weight", kv_weight), array_in("kv_bias", kv_bias))
+        self._packed = self._weight = self._bias = None
+        if is_cuda(kv_weight):  # the kernels read weights as they are: a dense copy
+            self._weight, self._bias = _dense_copy(kv_weight), None if kv_bias is None else _dense_copy(kv_bias)
+        else:
+            self._packed = function("draft_kv_pack")(array_in("kv_weight", kv_weight), array_in("kv_bias", kv_bias))
+
+
+def _dense_copy(x):
+    copy = empty_like(x, tuple(x.shape))
+    copy[...] = x
+    return copy
+
+
+_workspaces = {}  # (kind, device, stream) -> array
+
+
+def _workspace(like, fc_weight, stream):
+    """What long CUDA calls need, allocated by the framework at the first one and kept: calls of one stream follow each other."""
+    needed = function("draft_kv_workspace_bytes")(like, fc_weight)
+    if needed == 0:
+        return None
+    key = (type(like).__module__, *(int(i) for i in like.__dlpack_device__()), stream)
+    if key not in _workspaces or _workspaces[key].shape[0] < needed:
+        _workspaces[key] = empty_like(like, (needed,), "uint8")
+    return _workspaces[key]
+
+
+def raise_pending_error(like):
+    """Raises the ValueError of a row that an earlier CUDA call on the device of `like` could not write (its slot was beyond the pool
+    or its position outside the rotary table), once. Does not wait: synchronise first for the calls made so far."""
+    function("draft_kv_raise_pending_error")(array_in("like", like))
 
 
 def _pools(name, pool):
@@ -53,6 +83,9 @@ def materialize_into_pool(
     v_scale=None,
     is_neox_style=True,
     round_after_norm=False,
+    fc_weight=None,
+    hidden_norm_weight=None,
+    hidden_norm_eps=1e-6,
     stream=None,
 ):
     """Features to keys and values of all draft layers, in one pass into a paged pool. Returns None.
@@ -69,16 +102,25 @@ def materialize_into_pool(
     float8_e4m3fn, or uint8 holding float8_e4m3fn codes; v_pool with Dv.
     k_scale, v_scale: a number, 0-d or [L]; an fp8 pool holds value / scale, saturated at +-448. Only 1 for other pools.
     is_neox_style: rotary pairs (i, i + R/2), else (2i, 2i + 1). round_after_norm: K is rounded between norm and rotary too.
+    fc_weight [hidden, features], hidden_norm_weight [hidden]: ctx_hidden is [T, features], the target's concatenated hidden states, and
+    what is projected is rms(fc x) * w (hidden_norm_eps in its root), rounded to ctx_hidden's dtype before and after the norm. CPU only.
 
     V is the float32 projection rounded once to ctx_hidden's dtype, K is rounded so before the norm and after the rotary, then both
     to the pool's dtype. A row's bits never depend on the other rows. Where two rows name one slot, the last one stands.
-    Raises ValueError naming the argument before anything is written.
+    Raises ValueError naming the argument before anything is written. CUDA: slots and positions are checked on the GPU; a row that
+    cannot be written is left out, and the next call (or `raise_pending_error`) raises.
     """
-    packed = isinstance(kv_weight, KvProjection)
+    packed = None
+    if isinstance(kv_weight, KvProjection):
+        packed, bias, kv_weight = kv_weight._packed, kv_weight._bias, kv_weight._weight
+        if kv_weight is not None:
+            if kv_bias is not None:
+                raise ValueError("materialize_into_pool: projection: expected either packed or plain weights, got both.")
+            kv_bias = bias
     _materialize(
         ctx_hidden,
-        kv_weight._packed if packed else None,
-        None if packed else kv_weight,
+        packed,
+        kv_weight,
         k_norm_weight,
         eps,
         cos_sin_cache,
@@ -92,6 +134,9 @@ def materialize_into_pool(
         v_scale=v_scale,
         is_neox_style=is_neox_style,
         round_after_norm=round_after_norm,
+        fc_weight=fc_weight,
+        hidden_norm_weight=hidden_norm_weight,
+        hidden_norm_eps=hidden_norm_eps,
         stream=stream,
     )
 
@@ -114,9 +159,13 @@ def _materialize(
     v_scale=None,
     is_neox_style=True,
     round_after_norm=False,
+    fc_weight=None,
+    hidden_norm_weight=None,
+    hidden_norm_eps=1e-6,
     round_to_weight_dtype=False,
     stream=None,
 ):
+    stream = stream_handle(stream, ctx_hidden)
     function("draft_kv_materialize_into_pool")(
         array_in("ctx_hidden", ctx_hidden),
         packed,
@@ -134,8 +183,12 @@ def _materialize(
         *_scale("v_scale", v_scale),
         flag("is_neox_style", is_neox_style),
         flag("round_after_norm", round_after_norm),
+        array_in("fc_weight", fc_weight),
+        array_in("hidden_norm_weight", hidden_norm_weight),
+        number("hidden_norm_eps", hidden_norm_eps),
         round_to_weight_dtype,
-        stream_handle(stream, ctx_hidden),
+        _workspace(ctx_hidden, fc_weight, stream) if is_cuda(ctx_hidden) else None,
+        stream,
     )
 
 
@@ -153,7 +206,9 @@ class FusedKVMaterializeHelper:
     if it can grow, ``_ensure_cos_sin_cache_length(max_position)``. num_kv_heads, head_dim: those of every layer; device: kept for the
     caller, the weights say where the work is done. max_position_hint: tokens to reserve rotary rows for.
 
-    The weights are packed here once; `refresh_weights` packs them again after they changed. Nothing else is kept between calls.
+    The weights are packed here once; `refresh_weights` packs them again after they changed (on CUDA into the same memory). Nothing
+    else is kept between calls. CUDA: all layers are made at once; with a position hint nothing waits for the GPU, a position outside
+    the rotary table leaves its row unwritten and the next call raises.
     """
 
     def __init__(self, layers, rotary_emb, num_kv_heads, head_dim, device, max_position_hint=None):
@@ -180,6 +235,7 @@ class FusedKVMaterializeHelper:
         for i, layer in enumerate(layers):
             self._check_layer(i, layer.self_attn)
         self._layers = layers
+        self._cuda = None
         self.refresh_weights()
         if self.max_position_hint is not None:
             self._rope_table(0)
@@ -220,7 +276,7 @@ class FusedKVMaterializeHelper:
 
     def refresh_weights(self):
         """Packs the layers' weights again: to be called after they changed."""
-        packed = []
+        layers = []
         for layer in self._layers:
             attn = layer.self_attn
             kv = slice(attn.q_size, attn.q_size + 2 * self.kv_size)
@@ -228,12 +284,37 @@ class FusedKVMaterializeHelper:
                 w.detach() if hasattr(w, "detach") else w
                 for w in (attn.qkv_proj.weight, attn.k_norm.weight, getattr(attn.qkv_proj, "bias", None))
             )
+            layers.append((weight[kv], None if bias is None else bias[kv], norm, float(attn.k_norm.variance_epsilon)))
+        self._dtype = _dtype_name(self._layers[0].self_attn.qkv_proj.weight)
+        if is_cuda(layers[0][0]):
+            self._refresh_cuda(layers)
+            return
+        packed = []
+        for weight, bias, norm, variance_epsilon in layers:
             norm_copy, eps = empty_like(norm, (1, self.head_dim)), empty_like(norm, (1,), "float32")
             norm_copy[0] = norm
-            eps[0] = float(attn.k_norm.variance_epsilon)
-            packed.append((KvProjection(weight[kv][None], None if bias is None else bias[kv][None])._packed, norm_copy, eps))
+            eps[0] = variance_epsilon
+            packed.append((KvProjection(weight[None], None if bias is None else bias[None])._packed, norm_copy, eps))
         self._packed = packed  # all layers or none
-        self._dtype = _dtype_name(self._layers[0].self_attn.qkv_proj.weight)
+
+    def _refresh_cuda(self, layers):
+        """One dense copy of all layers; later refreshes write into it, so graphs that were captured see the new weights."""
+        weight, bias, norm, _ = layers[0]
+        biased = any(b is not None for _, b, _, _ in layers)
+        if self._cuda is None:
+            n = len(layers)
+            self._cuda = (
+                empty_like(weight, (n, *weight.shape)),
+                empty_like(weight, (n, weight.shape[0])) if biased else None,
+                empty_like(norm, (n, self.head_dim)),
+                empty_like(norm, (n,), "float32"),
+            )
+        for i, (weight, bias, norm, variance_epsilon) in enumerate(layers):
+            self._cuda[0][i] = weight
+            if biased:
+                self._cuda[1][i] = 0 if bias is None else bias
+            self._cuda[2][i] = norm
+            self._cuda[3][i] = variance_epsilon
 
     def _rope_table(self, last):
         """The rotary table, grown if the rotary object can: to the hint where there is one, else to position `last`."""
@@ -271,13 +352,23 @@ class FusedKVMaterializeHelper:
         if _dtype_name(positions) in ("int8", "int16", "uint8", "uint16", "uint32"):
             narrow, positions = positions, empty_like(ctx_hidden, (total_ctx,), "int64")
             positions[...] = narrow
-        first = int(positions.min())
-        if first < 0:
-            raise ValueError(f"FusedKVMaterializeHelper: positions: expected positions >= 0, got {first}.")
-        table = self._rope_table(int(positions.max()))
+        if self._cuda is not None and self.max_position_hint is not None:
+            table = self._rope_table(0)  # the kernel checks the positions: nothing waits for the GPU
+        else:
+            first = int(positions.min())
+            if first < 0:
+                raise ValueError(f"FusedKVMaterializeHelper: positions: expected positions >= 0, got {first}.")
+            table = self._rope_table(int(positions.max()))
         if not callable(write_layer_kv):
             raise TypeError(f"write_layer_kv: expected a function, got {kind_of(write_layer_kv)}.")
         shape = (total_ctx, self.num_kv_heads, self.head_dim)
+        if self._cuda is not None:  # one pass over all layers
+            weight, bias, norm, eps = self._cuda
+            k, v = (empty_like(ctx_hidden, (self.n_layers, *shape), self._dtype) for _ in range(2))
+            _materialize(ctx_hidden, None, weight, norm, eps, table, positions, None, [k], [v], kv_bias=bias, round_to_weight_dtype=True)
+            for i in range(self.n_layers):
+                write_layer_kv(i, k[i], v[i])
+            return
         for i, (projection, norm, eps) in enumerate(self._packed):
             k, v = empty_like(ctx_hidden, shape, self._dtype), empty_like(ctx_hidden, shape, self._dtype)
             _materialize(

@@ -6,7 +6,20 @@ namespace specstate::draft_kv {
 
 void materialize_into_pool(const MaterializeIntoPoolParams& params, Stream stream) {
   const MaterializeArgs args = check(params);
-  core::on_backend("materialize_into_pool", params.ctx_hidden.device, [&] { cpu::run(args, stream); });
+  core::on_backend(
+      "materialize_into_pool", params.ctx_hidden.device, [&] { cpu::run(args, stream); }, [&] { cuda::run(args, stream); });
+}
+
+std::int64_t materialize_workspace_bytes(const MaterializeIntoPoolParams& params) {
+  if constexpr (core::cuda_built())
+    if (params.ctx_hidden.device.type == DeviceType::kCuda && params.ctx_hidden.ndim == 2)
+      return cuda::workspace_bytes(params.ctx_hidden.sizes[0]);
+  return 0;
+}
+
+void raise_pending_error(const Device& device) {
+  core::on_backend(
+      "raise_pending_error", device, [] {}, [] { cuda::raise_flags(); });
 }
 
 void fused_norm_rope_stacked(const FusedNormRopeStackedParams& params, Stream stream) {

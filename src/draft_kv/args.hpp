@@ -19,7 +19,9 @@ struct NormRope {
 };
 
 struct MaterializeArgs {
-  TensorView ctx_hidden;    // [tokens, hidden]
+  TensorView ctx_hidden;                     // [tokens, hidden], or where `fc_weight` is given [tokens, features]
+  TensorView fc_weight, hidden_norm_weight;  // [hidden, features], [hidden]; or not given
+  float hidden_norm_eps;
   KvProjection projection;  // packed [layers * (heads * head_dim + heads * v_head_dim), hidden]
   NormRope norm_rope;
   std::vector<WrittenRow> rows;         // what is written, in row order; one row a slot
@@ -27,6 +29,13 @@ struct MaterializeArgs {
   std::vector<float> k_scale, v_scale;  // [layers], 1 where the pool is not fp8
   DType k_dtype, v_dtype;               // of the pools; uint8 is float8_e4m3fn
   std::int64_t layers, heads, v_head_dim;
+
+  // Where the host does not read what tensors hold, a kernel does: in place of `projection` and `rows`, and of scales given as tensors.
+  TensorView kv_weight, kv_bias;                    // [layers, columns, hidden], [layers, columns] or not given
+  TensorView slot_mapping, positions, commit_lens;  // [tokens] or [b, window]; [b]
+  TensorView k_scale_values, v_scale_values;        // [] or [layers], or not given
+  std::int64_t tokens, window, slots;
+  void* workspace;
 };
 
 struct FusedNormRopeStackedArgs {
@@ -41,5 +50,13 @@ namespace cpu {
 void run(const MaterializeArgs& args, Stream stream);
 void run(const FusedNormRopeStackedArgs& args, Stream stream);
 }  // namespace cpu
+
+namespace cuda {
+void run(const MaterializeArgs& args, Stream stream);
+/// Bytes of workspace that a call of so many tokens needs: bounded, whatever their number.
+std::int64_t workspace_bytes(std::int64_t tokens);
+/// Throws Error(kValue) if an earlier call on the current device met a row that it could not write; clears that.
+void raise_flags();
+}  // namespace cuda
 
 }  // namespace specstate::draft_kv

@@ -76,8 +76,8 @@ std::vector<float> scales(Checker& check, const char* name, const TensorView& t,
   check.arg(name, t).dtype({DType::kFloat32, DType::kFloat64});
   check.require(t.ndim == 0 || (t.ndim == 1 && t.sizes[0] == layers), name, "a number or shape [L=" + std::to_string(layers) + "]",
                 shape_text(t));
-  check.arg(name, t).same_device();
-  if (!core::host_reads(t)) return values;  // read by the kernel
+  if (t.ndim > 0 || t.device.type != DeviceType::kCpu) check.arg(name, t).same_device();  // a number comes as a CPU scalar
+  if (!core::host_reads(t)) return values;                                                // read by the kernel
   for (std::int64_t l = 0; l < layers; ++l) {
     const std::int64_t offset = t.ndim == 0 ? 0 : l * t.strides[0];
     const double scale = t.dtype == DType::kFloat64 ? t.as<double>()[offset] : t.as<float>()[offset];
@@ -115,12 +115,38 @@ std::vector<WrittenRow> written_rows(const Checker& check, const MaterializeInto
   return rows;
 }
 
+/// The caller's workspace, if the call needs one.
+void* workspace(Checker& check, const MaterializeIntoPoolParams& p) {
+  const std::int64_t bytes = materialize_workspace_bytes(p);
+  if (bytes == 0) return nullptr;
+  const std::string expected = "at least " + std::to_string(bytes) + " dense bytes on " + name_of(p.ctx_hidden.device);
+  const TensorView& w = p.workspace;
+  check.require(w.given() && w.data != nullptr, "workspace", expected, "none");
+  check.arg("workspace", w).same_device().written();
+  check.require(w.contiguous() && w.numel() * size_of(w.dtype) >= bytes, "workspace", expected,
+                std::to_string(w.numel() * size_of(w.dtype)) + " bytes on " + name_of(w.device));
+  check.require(reinterpret_cast<std::uintptr_t>(w.data) % 16 == 0, "workspace", "an address that is a multiple of 16", "another");
+  return w.data;
+}
+
 }  // namespace
 
 MaterializeArgs check(const MaterializeIntoPoolParams& p) {
   Checker check("materialize_into_pool");
-  Sym T("T"), hidden("hidden"), L("L"), C("N*D + N*Dv"), N("N"), D("D"), Dv("Dv"), slots("slots"), P("P"), R("R"), b("b"), W("W");
-  check.arg("ctx_hidden", p.ctx_hidden).required().dtype(kFloats).shape({T, hidden}).same_device();
+  Sym T("T"), hidden("hidden"), features("features"), L("L"), C("N*D + N*Dv"), N("N"), D("D"), Dv("Dv"), slots("slots"), P("P"), R("R"),
+      b("b"), W("W");
+  check.arg("ctx_hidden", p.ctx_hidden).required().dtype(kFloats).shape({T, p.fc_weight.given() ? features : hidden}).same_device();
+  if (p.fc_weight.given()) {
+    if (p.ctx_hidden.device.type == DeviceType::kCuda)
+      core::throw_not_implemented(
+          "materialize_into_pool: fc_weight: target features have no CUDA form yet; give the projection's features.");
+    check.arg("fc_weight", p.fc_weight).dtype(kFloats).shape({hidden, features}).same_device();
+    check.arg("hidden_norm_weight", p.hidden_norm_weight).required().dtype(kFloats).shape({hidden}).same_device();
+    check.require(p.hidden_norm_eps >= 0 && p.hidden_norm_eps < HUGE_VALF, "hidden_norm_eps", "a finite number >= 0",
+                  std::to_string(p.hidden_norm_eps));
+  } else {
+    check.require(!p.hidden_norm_weight.given(), "hidden_norm_weight", "none without fc_weight", "a tensor");
+  }
   const DType io = p.io.value_or(p.ctx_hidden.dtype);
   check.require(io == DType::kFloat32 || io == DType::kBFloat16 || io == DType::kFloat16, "io", "float32, bfloat16 or float16",
                 name_of(io));
@@ -129,8 +155,10 @@ MaterializeArgs check(const MaterializeIntoPoolParams& p) {
     check.require(!p.kv_weight.given() && !p.kv_bias.given(), "projection", "either packed or plain weights", "both");
     check.require(p.ctx_hidden.device.type == DeviceType::kCpu, "ctx_hidden", "a CPU tensor (where the projection was packed)",
                   name_of(p.ctx_hidden.device));
-    check.require(packed.hidden == hidden, "ctx_hidden", "shape [T, hidden=" + std::to_string(packed.hidden) + "]",
-                  shape_text(p.ctx_hidden));
+    check.require(packed.hidden == hidden, p.fc_weight.given() ? "fc_weight" : "ctx_hidden",
+                  std::string("shape ") + (p.fc_weight.given() ? "[hidden=" : "[T, hidden=") + std::to_string(packed.hidden) +
+                      (p.fc_weight.given() ? ", features]" : "]"),
+                  shape_text(p.fc_weight.given() ? p.fc_weight : p.ctx_hidden));
     L = Sym("L", packed.layers), C = Sym("N*D + N*Dv", packed.columns);
   } else {
     check.arg("kv_weight", p.kv_weight).required().dtype(kFloats).shape({L, C, hidden}).same_device();
@@ -167,15 +195,24 @@ MaterializeArgs check(const MaterializeIntoPoolParams& p) {
                 "N*D + N*Dv = " + std::to_string(layer_columns(N, D, Dv)) + " rows a layer", std::to_string(C.value()));
 
   MaterializeArgs a{};
-  a.ctx_hidden = p.ctx_hidden;
+  a.ctx_hidden = p.ctx_hidden, a.fc_weight = p.fc_weight, a.hidden_norm_weight = p.hidden_norm_weight;
+  a.hidden_norm_eps = p.hidden_norm_eps;
   a.norm_rope = {p.k_norm_weight, p.eps, p.cos_sin_cache, D, R, p.is_neox_style, p.round_after_norm, io};
   a.k = layer_pools(k), a.v = layer_pools(v);
   a.k_dtype = k[0].dtype, a.v_dtype = v[0].dtype;
   a.k_scale = scales(check, "k_scale", p.k_scale, L, a.k_dtype);
   a.v_scale = scales(check, "v_scale", p.v_scale, L, a.v_dtype);
   a.layers = L, a.heads = N, a.v_head_dim = Dv;
+  if (p.ctx_hidden.device.type == DeviceType::kCuda) a.workspace = workspace(check, p);
   check.outputs_apart();
-  if (!core::host_reads(p.ctx_hidden)) return a;
+  a.tokens = T, a.window = p.slot_mapping.ndim == 2 ? W.value() : std::max<std::int64_t>(T, 1), a.slots = slots;
+  if (!core::host_reads(p.ctx_hidden)) {
+    a.kv_weight = p.kv_weight, a.kv_bias = p.kv_bias;
+    a.slot_mapping = p.slot_mapping, a.positions = p.positions, a.commit_lens = p.commit_lens;
+    if (p.k_scale.given() && p.k_scale.device.type != DeviceType::kCpu) a.k_scale_values = p.k_scale;
+    if (p.v_scale.given() && p.v_scale.device.type != DeviceType::kCpu) a.v_scale_values = p.v_scale;
+    return a;
+  }
   if (p.commit_lens.given())
     for (std::int64_t r = 0; r < b; ++r) {
       const std::int64_t n = core::load_index(p.commit_lens, r);

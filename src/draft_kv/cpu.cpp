@@ -118,6 +118,22 @@ class TileMemory {
   std::vector<float> memory_;
 };
 
+/// A matrix [n, k] of any of the storage types and strides, packed for the product.
+specstate::cpu::PackedMatrix packed_matrix(const TensorView& w) {
+  if (w.dtype != DType::kFloat16) {
+    specstate::cpu::PackedMatrix packed(w.sizes[0], w.sizes[1], w.dtype);
+    packed.set_rows(0, w.sizes[0], w.data, w.strides[0], w.strides[1]);
+    return packed;
+  }
+  specstate::cpu::PackedMatrix packed(w.sizes[0], w.sizes[1], DType::kFloat32);  // the product knows no float16; float32 holds it exactly
+  std::vector<float> row(w.sizes[1]);
+  for (std::int64_t i = 0; i < w.sizes[0]; ++i) {
+    load(w, i * w.strides[0], w.strides[1], w.sizes[1], row.data());
+    packed.set_rows(i, 1, row.data(), w.sizes[1]);
+  }
+  return packed;
+}
+
 template <class Io>
 void materialize(const MaterializeArgs& x) {
   const auto& packed = *x.projection.get();
@@ -127,15 +143,34 @@ void materialize(const MaterializeArgs& x) {
   const std::int64_t rows = static_cast<std::int64_t>(x.rows.size()), width = packed.columns, columns = x.layers * width;
   // The tile: enough rows to pay for streaming the weights, few enough that it stays in the cache between product and store.
   const std::int64_t tile = std::clamp<std::int64_t>((std::int64_t{1} << 19) / columns, 16, 256);
-  TileMemory memory(std::min(tile, rows) * (packed.hidden + columns));
-  float *features = memory.data(), *projected = features + std::min(tile, rows) * packed.hidden;
+  // Target features pass through `raw` on their way to `features`.
+  const bool from_target = x.fc_weight.given();
+  const std::int64_t most = std::min(tile, rows), raw_width = from_target ? x.ctx_hidden.sizes[1] : 0;
+  specstate::cpu::PackedMatrix fc;
+  std::vector<float> hidden_norm(from_target ? packed.hidden : 0);
+  if (from_target) {
+    fc = packed_matrix(x.fc_weight);
+    load(x.hidden_norm_weight, 0, x.hidden_norm_weight.strides[0], packed.hidden, hidden_norm.data());
+  }
+  TileMemory memory(most * (packed.hidden + columns + raw_width));
+  float *features = memory.data(), *projected = features + most * packed.hidden, *raw = projected + most * columns;
   for (std::int64_t first = 0; first < rows; first += tile) {
     const std::int64_t n = std::min(tile, rows - first);
     const WrittenRow* row = x.rows.data() + first;
     for (std::int64_t r = 0; r < n; ++r) {
-      float* to = features + r * packed.hidden;
-      load(x.ctx_hidden, row[r].row * x.ctx_hidden.strides[0], x.ctx_hidden.strides[1], packed.hidden, to);
-      if (x.ctx_hidden.dtype != nr.io) round_all<Io>(to, packed.hidden);
+      const std::int64_t width = x.ctx_hidden.sizes[1];
+      float* to = from_target ? raw + r * width : features + r * width;
+      load(x.ctx_hidden, row[r].row * x.ctx_hidden.strides[0], x.ctx_hidden.strides[1], width, to);
+      if (x.ctx_hidden.dtype != nr.io) round_all<Io>(to, width);
+    }
+    if (from_target) {
+      specstate::cpu::matmul(fc, raw, raw_width, n, features, packed.hidden);
+      for (std::int64_t r = 0; r < n; ++r) {
+        float* to = features + r * packed.hidden;
+        round_all<Io>(to, packed.hidden);
+        specstate::cpu::rms_norm(to, hidden_norm.data(), x.hidden_norm_eps, to, packed.hidden);
+        round_all<Io>(to, packed.hidden);
+      }
     }
     specstate::cpu::matmul(packed.weight, features, packed.hidden, n, projected, columns,
                            {.bias = packed.bias.empty() ? nullptr : packed.bias.data()});

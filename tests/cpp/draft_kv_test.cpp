@@ -10,6 +10,7 @@
 #include <random>
 #include <vector>
 
+#include "core/dispatch.hpp"
 #include "core/numeric.hpp"
 #include "cpu/vector.hpp"
 #include "draft_kv/check.hpp"
@@ -234,7 +235,7 @@ TEST(Materialize, RoundsToTheDtypeThatIsAsked) {
   EXPECT_THROW(materialize_into_pool(p), Error);
 }
 
-TEST(Materialize, TensorsOnAGpuAreRefusedByThisBuild) {
+TEST(Materialize, TensorsOnAGpuAreCheckedWithoutReadingThem) {
   Case c(1, 2);
   MaterializeIntoPoolParams p = c.params();
   const auto move = [](TensorView& t) { t.device = {DeviceType::kCuda, 0}; };
@@ -243,12 +244,29 @@ TEST(Materialize, TensorsOnAGpuAreRefusedByThisBuild) {
     move(*t);
   EXPECT_THROW(materialize_into_pool(p), Error);  // pools still on the host
   move(c.k_view), move(c.v_view);
-  try {
-    materialize_into_pool(p);
-    FAIL();
-  } catch (const Error& e) {
-    EXPECT_EQ(e.kind(), ErrorKind::kNotImplemented);
+  if constexpr (core::cuda_built()) {
+    // Taken, by a build with CUDA; the addresses are the host's, so it is only asked.
+    EXPECT_EQ(refusal([&] { materialize_into_pool(p); }), "");
+    const TensorView fc(c.weight.data(), DType::kFloat32, {c.hidden, c.hidden}, p.ctx_hidden.device);
+    p.fc_weight = fc;
+    EXPECT_EQ(refusal([&] { materialize_into_pool(p); }),
+              "materialize_into_pool: fc_weight: target features have no CUDA form yet; give the projection's features.");
+    p.fc_weight = {};
+    EXPECT_EQ(materialize_workspace_bytes(p), 0);
+    p.ctx_hidden.sizes[0] = 5000;
+    const std::int64_t bytes = materialize_workspace_bytes(p);
+    EXPECT_GT(bytes, 0);
+    p.ctx_hidden.sizes[0] = 50'000'000;
+    EXPECT_EQ(materialize_workspace_bytes(p), bytes);
+  } else {
+    try {
+      materialize_into_pool(p);
+      FAIL();
+    } catch (const Error& e) {
+      EXPECT_EQ(e.kind(), ErrorKind::kNotImplemented);
+    }
   }
+  raise_pending_error({DeviceType::kCpu, 0});  // nothing can be pending on the CPU
 }
 
 }  // namespace

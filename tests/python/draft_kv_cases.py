@@ -94,3 +94,43 @@ def units(got, want, io, size=None):
     bits, smallest = {"bf16": (8, -126), "fp16": (11, -14)}[io]
     _, e = np.frexp(np.maximum(np.abs(want), np.abs(got)) if size is None else size)
     return np.abs(got - want) / np.ldexp(1.0, np.maximum(e - 1, smallest) - (bits - 1))
+
+
+class FeatureProblem(Problem):
+    """A problem of target features: `hidden` is [T, features]. `context(run)` reads what stands between norm and projection: with the identity
+    as V's weights, V is the context."""
+
+    def __init__(self, rng, features, hidden, io="fp32", **shape):
+        super().__init__(rng, io=io, hidden=hidden, **shape)
+        rounded = lambda x: x.astype(np.float32).astype(DTYPES[io])
+        self.hidden = rounded(rng.standard_normal((self.hidden.shape[0], features)))
+        self.kwargs |= {
+            "fc_weight": rounded(rng.standard_normal((hidden, features)) / np.sqrt(features)),
+            "hidden_norm_weight": rounded(1 + 0.3 * rng.standard_normal(hidden)),
+            "hidden_norm_eps": 1e-5,
+        }
+
+    def context(self, run):
+        p = self.__class__.__new__(self.__class__)
+        p.__dict__.update(self.__dict__)
+        hidden, width = self.weight.shape[2], self.N * self.D
+        out = np.zeros((self.hidden.shape[0], hidden), self.hidden.dtype)
+        for begin in range(0, hidden, width):
+            p.weight = self.weight.copy()
+            p.weight[:, width:] = np.eye(width, hidden, begin, dtype=np.float32)
+            v = run(p)[1]
+            out[:, begin : begin + width] = v[0][p.loc.reshape(-1)].reshape(len(out), -1)[:, : hidden - begin]
+        return out
+
+    def exact_context(self):
+        fc, w = (self.kwargs[name].astype(np.float64) for name in ("fc_weight", "hidden_norm_weight"))
+        x = oracle.ROUND[self.io](self.hidden.astype(np.float64) @ fc.T)
+        return oracle.ROUND[self.io](x / np.sqrt((x * x).mean(-1, keepdims=True) + self.kwargs["hidden_norm_eps"]) * w)
+
+    def projection_of(self, context):
+        """The problem behind the context."""
+        p = Problem.__new__(Problem)
+        p.__dict__.update(self.__dict__)
+        p.hidden = context
+        p.kwargs = {k: v for k, v in self.kwargs.items() if k not in ("fc_weight", "hidden_norm_weight", "hidden_norm_eps")}
+        return p

@@ -4,7 +4,7 @@ import draft_kv as oracle
 import ml_dtypes
 import numpy as np
 import pytest
-from draft_kv_cases import DTYPES, FP8, Problem, raw, rotary_pairs, strided, units
+from draft_kv_cases import DTYPES, FP8, FeatureProblem, Problem, raw, rotary_pairs, strided, units
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -201,6 +201,39 @@ def test_a_rotary_table_for_each_layer():
         p.rope = tables[l]
         one = run(p, p.pools())
         np.testing.assert_array_equal(raw(own[0][l]), raw(one[0][l]))
+
+
+@pytest.mark.parametrize("io", ["fp32", "bf16", "fp16"])
+def test_target_features_are_projected_and_normed_in_front(io):
+    """What stands between is the context, to the bit; and it is the oracle's but for the last bits of our sums."""
+    p = FeatureProblem(np.random.default_rng(21), features=70, hidden=24, io=io, T=40, window=4, slots=64)
+    everything = {**p.kwargs, "commit_lens": np.full(10, 4)}
+    committed, p.kwargs = p.kwargs, everything
+    context = p.context(lambda q: run(q, q.pools()))
+    assert units(context, p.exact_context(), io).max() <= 1.5
+    p.kwargs = committed
+    want = run(p.projection_of(context), p.pools())
+    np.testing.assert_array_equal(raw(run(p, p.pools())), raw(want))
+
+
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        ({"hidden_norm_weight": None}, "hidden_norm_weight: expected a tensor, got none"),
+        ({"fc_weight": None}, r"hidden_norm_weight: expected none without fc_weight|ctx_hidden|kv_weight"),
+        ({"fc_weight": np.zeros((23, 70), np.float32), "hidden_norm_weight": np.zeros(23, np.float32)}, r"kv_weight: expected shape \[L, N\*D \+ N\*Dv, hidden=23\]"),
+        ({"fc_weight": np.zeros((24, 71), np.float32)}, r"fc_weight: expected shape \[hidden, features=70\]"),
+        ({"hidden_norm_weight": np.zeros(25, np.float32)}, r"hidden_norm_weight: expected shape \[hidden=24\]"),
+        ({"hidden_norm_eps": -1.0}, "hidden_norm_eps: expected a finite number >= 0"),
+    ],
+)
+def test_errors_of_target_features(change, text):
+    p = FeatureProblem(np.random.default_rng(22), features=70, hidden=24, T=4)
+    p.kwargs |= change
+    pools = p.pools()
+    with pytest.raises(ValueError, match=text):
+        run(p, pools)
+    np.testing.assert_array_equal(raw(pools), raw(p.pools()))
 
 
 def test_an_empty_call_does_nothing():

@@ -1,0 +1,135 @@
+// Materialization of draft KV on the GPU: what a verify step leaves to be materialized, and prefill, beside the bare product of the same rows.
+#include "specstate/draft_kv.hpp"
+
+#include <algorithm>
+
+#include "bench/gpu/cublaslt.hpp"
+#include "bench/gpu/gpu.hpp"
+
+namespace specstate::bench {
+
+namespace {
+
+struct Shape {
+  std::int64_t hidden, layers;
+};
+constexpr std::int64_t kHeads = 8, kDim = 128, kTable = 40960;
+
+/// b windows of `width` rows, of each of which the first `commit` stand.
+struct Step {
+  std::int64_t b, width, commit;
+  std::int64_t tokens() const { return b * width; }
+  std::int64_t committed() const { return b * commit; }
+};
+
+/// The tensors of a shape; a step uses their first rows.
+class Model {
+ public:
+  Model(const Shape& s, std::int64_t tokens)
+      : s_(s),
+        slots_(tokens + 16),
+        weight_(columns() * s.hidden * 2),
+        hidden_(tokens * s.hidden * 2),
+        norm_(s.layers * kDim * 2),
+        eps_(s.layers * 4),
+        table_(kTable * kDim * 4),
+        positions_(tokens * 8),
+        slot_(tokens * 8),
+        commit_(tokens * 8),
+        k_(s.layers * slots_ * kHeads * kDim * 2),
+        v_(s.layers * slots_ * kHeads * kDim * 2),
+        product_(tokens * columns() * 2),
+        workspace_(std::size_t{64} << 20) {
+    weight_.fill_bfloat16(0.02f), hidden_.fill_bfloat16(1, 2), norm_.fill_bfloat16(1, 3), table_.fill_float32(1, 4);
+    eps_.set(std::vector<float>(s.layers, 1e-6f));
+    std::vector<std::int64_t> slot(tokens), position(tokens);
+    for (std::int64_t i = 0; i < tokens; ++i) slot[i] = (i / 16 * 7 % ((tokens + 15) / 16)) * 16 + i % 16, position[i] = i % kTable;
+    for (auto& x : slot) x = std::min(x, slots_ - 1);
+    slot_.set(slot), positions_.set(position);
+  }
+
+  draft_kv::MaterializeIntoPoolParams params(const Step& step) {
+    commit_.set(std::vector<std::int64_t>(step.b, step.commit));
+    k_view_ = k_.view(DType::kBFloat16, {s_.layers, slots_, kHeads, kDim}),
+    v_view_ = v_.view(DType::kBFloat16, {s_.layers, slots_, kHeads, kDim});
+    draft_kv::MaterializeIntoPoolParams p;
+    const std::int64_t rows = step.tokens();
+    p.ctx_hidden = hidden_.view(DType::kBFloat16, {rows, s_.hidden});
+    p.kv_weight = weight_.view(DType::kBFloat16, {s_.layers, 2 * kHeads * kDim, s_.hidden});
+    p.k_norm_weight = norm_.view(DType::kBFloat16, {s_.layers, kDim});
+    p.eps = eps_.view(DType::kFloat32, {s_.layers});
+    p.cos_sin_cache = table_.view(DType::kFloat32, {kTable, kDim});
+    p.positions = positions_.view(DType::kInt64, {rows});
+    p.slot_mapping = slot_.view(DType::kInt64, {step.b, step.width});
+    if (step.commit < step.width) p.commit_lens = commit_.view(DType::kInt64, {step.b});
+    p.k_pool = {&k_view_, 1}, p.v_pool = {&v_view_, 1};
+    p.workspace = workspace_.view(DType::kUInt8, {static_cast<std::int64_t>(workspace_.bytes())});
+    return p;
+  }
+
+  std::int64_t columns() const { return s_.layers * 2 * kHeads * kDim; }
+  std::int64_t read_bytes(std::int64_t rows) const { return 2 * (columns() + rows) * s_.hidden; }
+  std::int64_t written_bytes(std::int64_t rows) const { return 2 * rows * columns(); }
+  double operations(std::int64_t rows) const {
+    return 2.0 * static_cast<double>(rows) * static_cast<double>(columns()) * static_cast<double>(s_.hidden);
+  }
+  CublasLt::Product product(const CublasLt& lt, std::int64_t rows) const { return lt.product(rows, columns(), s_.hidden); }
+  void run(const CublasLt::Product& p, std::size_t algorithm, Stream s) const {
+    p.run(algorithm, hidden_.data(), weight_.data(), product_.data(), static_cast<cudaStream_t>(s.handle));
+  }
+
+ private:
+  Shape s_;
+  std::int64_t slots_;
+  GpuArray weight_, hidden_, norm_, eps_, table_, positions_, slot_, commit_, k_, v_, product_, workspace_;
+  TensorView k_view_, v_view_;
+};
+
+void run(Report& report) {
+  Gpu gpu(report);
+  const CublasLt lt;
+  const Shape qwen3_8b{4096, 5}, qwen3_4b{2560, 5}, k3{7168, 6};
+  std::vector<Step> steps{{1, 1, 1},     {1, 4, 4},   {1, 16, 16},     {1, 16, 7},   {1, 64, 64},     {8, 16, 7},
+                          {1, 256, 256}, {32, 16, 7}, {1, 1024, 1024}, {256, 16, 7}, {1, 8192, 8192}, {1, 16384, 16384}};
+  std::vector<Shape> shapes{qwen3_8b, qwen3_4b, k3};
+  if (report.quick()) steps = {{1, 16, 7}}, shapes = {qwen3_4b};
+  double peak = 790e12;  // operations a second, where there is no product to measure
+  for (const Shape& shape : shapes) {
+    std::int64_t most = 0;
+    for (const Step& s : steps) most = std::max(most, s.tokens());
+    Model m(shape, most);
+    for (const Step& step : steps) {
+      const std::int64_t rows = step.committed();
+      Report::Keys keys{{"committed", step.commit == step.width ? "1" : "0.4375"},
+                        {"head_dim", std::to_string(kDim)},
+                        {"hidden", std::to_string(shape.hidden)},
+                        {"kv_heads", std::to_string(kHeads)},
+                        {"layers", std::to_string(shape.layers)},
+                        {"tokens", std::to_string(step.tokens())}};
+      Result r;
+      const auto params = m.params(step);
+      std::vector<Gpu::Call> calls{[&](Stream s, int) { draft_kv::materialize_into_pool(params, s); }};
+      if (lt.here()) {
+        const CublasLt::Product product = m.product(lt, rows);
+        for (std::size_t i = 0; i < product.algorithms(); ++i) calls.push_back([&m, &product, i](Stream s, int) { m.run(product, i, s); });
+        const std::vector<double> us = gpu.cold_us(calls);
+        r.ours_us = us[0];
+        r.peers["cuBLASLt, its bare product alone"] = *std::min_element(us.begin() + 1, us.end());
+        if (rows >= 4096) peak = std::max(peak, m.operations(rows) / (r.peers.begin()->second * 1e-6));
+      } else {
+        r.ours_us = gpu.cold_us(calls).front();
+      }
+      const double moving = gpu.stream_us(m.read_bytes(rows), m.written_bytes(rows)), computing = m.operations(rows) / peak * 1e6;
+      r.floor_us = std::max(moving, computing);
+      r.floor = moving > computing ? "reading weights and rows and writing K and V, measured"
+                                   : "its operations at the best rate of cuBLASLt, at least 790 TFLOP/s";
+      report.add("materialize", keys, r);
+    }
+  }
+}
+
+const bool registered = add_gpu_family("draft_kv", run);
+
+}  // namespace
+
+}  // namespace specstate::bench

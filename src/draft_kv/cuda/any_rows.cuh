@@ -1,0 +1,134 @@
+#pragma once
+// Any shape, dtype and stride, without tensor cores: what few_rows and many_rows do not take (float32, head dims other than 64 and 128, odd
+// widths, strided features). The projection is one fused multiply-add chain over the features in rising order, the CPU's, so V is equal to the CPU's to the bit.
+//
+// A block makes one head of 16 rows: 256 threads, each four columns of one row at a time, features and weights by way of shared memory as float32, the
+// finished head in shared memory; then a warp a row for the epilogue.
+#include "draft_kv/cuda/finish.cuh"
+
+namespace specstate::draft_kv::cuda {
+
+inline constexpr int kAnyThreads = 256, kAnyRows = 16, kAnyColumns = 64, kAnyDepth = 32;
+
+__device__ __forceinline__ float round_to(DType io, float x) {
+  if (io == DType::kBFloat16) return rounded<core::bfloat16>(x);
+  if (io == DType::kFloat16) return rounded<core::float16>(x);
+  return x;
+}
+
+/// Norm and rotary of one K head of `dim` channels in shared memory, by a warp; the caller rounds. Ends with the warp in step.
+struct AnyNormRope {
+  TensorView norm, eps, table;  // [L, D], [L], [P, R] or [L, P, R]
+  int head_dim, rotary_dim;
+  bool is_neox_style, round_after_norm;
+  DType io;
+};
+__device__ inline void norm_rope(const AnyNormRope& x, int layer, std::int64_t position, float* p, int lane) {
+  float squares = 0;
+  for (int i = lane; i < x.head_dim; i += 32) squares = fmaf(p[i], p[i], squares);
+#pragma unroll
+  for (int d = 16; d > 0; d /= 2) squares += __shfl_xor_sync(~0u, squares, d);
+  const float s = norm_factor(squares, x.head_dim, x.eps.as<float>()[layer * x.eps.strides[0]]);
+  for (int i = lane; i < x.head_dim; i += 32) {
+    const float y = p[i] * s * value_at(x.norm.data, x.norm.dtype, layer * x.norm.strides[0] + i * x.norm.strides[1]);
+    p[i] = x.round_after_norm ? round_to(x.io, y) : y;
+  }
+  __syncwarp();
+  const int half = x.rotary_dim / 2, d = x.table.ndim - 2;
+  const std::int64_t row = (d ? layer * x.table.strides[0] : 0) + position * x.table.strides[d];
+  for (int i = lane; i < half; i += 32) {
+    const RotaryPair pair = rotary_pair(i, half, x.is_neox_style);
+    const float c = value_at(x.table.data, x.table.dtype, row + i * x.table.strides[d + 1]);
+    const float sine = value_at(x.table.data, x.table.dtype, row + (half + i) * x.table.strides[d + 1]);
+    const float a = p[pair.first], b = p[pair.second];
+    p[pair.first] = a * c - b * sine;
+    p[pair.second] = b * c + a * sine;
+  }
+  __syncwarp();
+}
+
+struct AnyShape {
+  TensorView ctx, weight, bias;  // [T, hidden], [L, C, hidden], [L, C]
+  AnyNormRope norm_rope;
+  int v_head_dim;
+  const Row* list;  // or null
+  const int* list_count;
+};
+struct AnyShared {
+  float x[kAnyRows][kAnyDepth + 1], w[kAnyColumns][kAnyDepth + 1];
+  Row list[kAnyThreads * 4];
+  int bucket[2 * kAnyThreads * 4], warp_count[kAnyThreads / 32];
+};
+
+/// The block's rows are kAnyRows of the list from blockIdx.x * kAnyRows on, its head is blockIdx.y.
+__global__ void __launch_bounds__(kAnyThreads) any_rows(const __grid_constant__ Problem p, const __grid_constant__ AnyShape s) {
+  extern __shared__ unsigned char shared_memory[];
+  auto& m = *reinterpret_cast<AnyShared*>(shared_memory);
+  float* const out = reinterpret_cast<float*>(shared_memory + sizeof(AnyShared));  // [kAnyRows][channels]
+  ptx::wait_for_previous();
+  const Row* list = s.list;
+  int count;
+  if (list) {
+    count = *s.list_count;
+  } else {
+    list = m.list;
+    count = plan_rows<kAnyThreads, 4, 2 * kAnyThreads * 4>(p.rows, m.list, m.bucket, m.warp_count, blockIdx.x == 0 && blockIdx.y == 0);
+  }
+  const int first = blockIdx.x * kAnyRows, rows = min(count - first, kAnyRows);
+  if (rows <= 0) return;
+  const Head head = head_of(blockIdx.y, p.heads);
+  const int layer = p.first_layer + head.layer, dim = s.norm_rope.head_dim, channels = head.is_v ? s.v_head_dim : dim;
+  const std::int64_t column = head.is_v ? static_cast<std::int64_t>(p.heads) * dim + static_cast<std::int64_t>(head.index) * channels
+                                        : static_cast<std::int64_t>(head.index) * channels;
+  const int thread = threadIdx.x, row = thread / 16, quarter = thread % 16;
+  const std::int64_t hidden = s.ctx.sizes[1];
+  for (int c0 = 0; c0 < channels; c0 += kAnyColumns) {
+    float sum[4] = {};
+    for (std::int64_t k0 = 0; k0 < hidden; k0 += kAnyDepth) {
+      const int depth = static_cast<int>(min(hidden - k0, static_cast<std::int64_t>(kAnyDepth)));
+      __syncthreads();
+      for (int i = thread; i < kAnyRows * kAnyDepth; i += kAnyThreads) {
+        const int r = i / kAnyDepth, k = i % kAnyDepth;
+        m.x[r][k] =
+            r < rows && k < depth
+                ? round_to(s.norm_rope.io, value_at(s.ctx.data, s.ctx.dtype,
+                                                    (p.rows.first + list[first + r].row) * s.ctx.strides[0] + (k0 + k) * s.ctx.strides[1]))
+                : 0.0f;
+      }
+      for (int i = thread; i < kAnyColumns * kAnyDepth; i += kAnyThreads) {
+        const int c = i / kAnyDepth, k = i % kAnyDepth;
+        m.w[c][k] = c0 + c < channels && k < depth
+                        ? value_at(s.weight.data, s.weight.dtype,
+                                   layer * s.weight.strides[0] + (column + c0 + c) * s.weight.strides[1] + (k0 + k) * s.weight.strides[2])
+                        : 0.0f;
+      }
+      __syncthreads();
+      for (int k = 0; k < depth; ++k)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) sum[j] = fmaf(m.x[row][k], m.w[quarter + 16 * j][k], sum[j]);
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int c = c0 + quarter + 16 * j;
+      if (c >= channels) continue;
+      if (s.bias.given()) sum[j] += value_at(s.bias.data, s.bias.dtype, layer * s.bias.strides[0] + (column + c) * s.bias.strides[1]);
+      out[row * channels + c] = round_to(s.norm_rope.io, sum[j]);
+    }
+  }
+  __syncthreads();
+  const int lane = thread % 32;
+  const float scale = scale_of(p, head);
+  const LayerPool& pool = p.target[head.is_v][head.layer].pool;
+  for (int r = thread / 32; r < rows; r += kAnyThreads / 32) {
+    const Row at = list[first + r];
+    float* const x = out + r * channels;
+    if (!head.is_v) norm_rope(s.norm_rope, layer, at.position, x, lane);
+    const std::int64_t offset = pool_offset(pool, at.slot, head.index);
+    for (int i = lane; i < channels; i += 32) {
+      store_channel(pool.data, head.is_v ? p.v_dtype : p.k_dtype, offset + i * pool.channel_stride, scale,
+                    head.is_v ? x[i] : round_to(s.norm_rope.io, x[i]));
+    }
+  }
+}
+
+}  // namespace specstate::draft_kv::cuda

@@ -1,0 +1,142 @@
+#pragma once
+// The fused epilogue: what becomes of one head of one row once its projection is complete. Bias and rounding, for K the norm, the rotary
+// and rounding again, then the pool.
+//
+// Both products hand over the columns of a tile in the same order, so that both sum a norm in one order. The rows of the weight tile are not
+// in their own order in shared memory: the tensor map exchanges two bit fields, so that a thread, which the tensor cores give columns
+// 8 j + 2 q + {0, 1} (q its place among four lanes), holds eight neighbouring channels from four neighbouring j. In words of two channels:
+//   word l = jl + 4 q + 16 jh   (0 <= jl, q, jh < 4)   lies at   j = jl + 4 jh of lane q.
+// A word's partner is the word half a head further: with a rotary over the whole head, words are turned with their partners.
+// Sum of squares of a head: a word and its partner ("chunk"), then over jl, over jh (heads of 128), over q, each as a butterfly.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "draft_kv/cuda/rows.cuh"
+
+namespace specstate::draft_kv::cuda {
+
+template <class Io>
+__device__ __forceinline__ float rounded(float x) {
+  if constexpr (sizeof(Io) == 4) return x;
+  return core::to_float(core::from_float<Io>(x));
+}
+template <>
+__device__ __forceinline__ float rounded<core::bfloat16>(float x) {
+  return __bfloat162float(__float2bfloat16_rn(x));
+}
+template <>
+__device__ __forceinline__ float rounded<core::float16>(float x) {
+  return __half2float(__float2half_rn(x));
+}
+
+__device__ __forceinline__ float value_at(const void* data, DType dtype, std::int64_t i) {
+  if (dtype == DType::kBFloat16) return core::to_float(static_cast<const core::bfloat16*>(data)[i]);
+  if (dtype == DType::kFloat16) return __half2float(static_cast<const __half*>(data)[i]);
+  if (dtype == DType::kFloat64) return static_cast<float>(static_cast<const double*>(data)[i]);
+  return static_cast<const float*>(data)[i];
+}
+
+/// Two floats as two e4m3 codes, saturating.
+__device__ __forceinline__ std::uint16_t e4m3_pair(float low, float high) {
+  std::uint16_t codes;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+  return codes;
+}
+__device__ __forceinline__ std::uint32_t bf16_pair(float low, float high) {
+  std::uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+__device__ __forceinline__ std::uint32_t fp16_pair(float low, float high) {
+  std::uint32_t pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+/// One channel into the pool.
+__device__ __forceinline__ void store_channel(void* data, DType dtype, std::int64_t at, float scale, float x) {
+  if (dtype == DType::kBFloat16)
+    static_cast<core::bfloat16*>(data)[at] = core::from_float<core::bfloat16>(x);
+  else if (dtype == DType::kFloat16)
+    static_cast<core::float16*>(data)[at] = core::from_float<core::float16>(x);
+  else if (dtype == DType::kFloat32)
+    static_cast<float*>(data)[at] = x;
+  else
+    static_cast<core::float8_e4m3fn*>(data)[at] = core::from_float<core::float8_e4m3fn>(x / scale);
+}
+/// Four channels, one at a time or as one piece: what is rarer than bfloat16 in one piece stands outside of the kernels' unrolled code.
+__device__ __noinline__ void store_four(void* data, DType dtype, bool wide, std::int64_t at, std::int64_t stride, float scale, float4 x) {
+  const float v[4] = {x.x, x.y, x.z, x.w};
+  if (!wide) {
+    for (int i = 0; i < 4; ++i) store_channel(data, dtype, at + i * stride, scale, v[i]);
+  } else if (dtype == DType::kFloat32) {
+    *reinterpret_cast<float4*>(static_cast<float*>(data) + at) = x;
+  } else if (dtype == DType::kFloat16) {
+    *reinterpret_cast<uint2*>(static_cast<std::uint16_t*>(data) + at) = make_uint2(fp16_pair(x.x, x.y), fp16_pair(x.z, x.w));
+  } else if (dtype == DType::kBFloat16) {
+    *reinterpret_cast<uint2*>(static_cast<std::uint16_t*>(data) + at) = make_uint2(bf16_pair(x.x, x.y), bf16_pair(x.z, x.w));
+  } else {
+    *reinterpret_cast<std::uint32_t*>(static_cast<std::uint8_t*>(data) + at) =
+        e4m3_pair(x.x / scale, x.y / scale) | static_cast<std::uint32_t>(e4m3_pair(x.z / scale, x.w / scale)) << 16;
+  }
+}
+__device__ __noinline__ void store_two(void* data, DType dtype, bool wide, std::int64_t at, std::int64_t stride, float scale, float2 x) {
+  if (!wide) {
+    store_channel(data, dtype, at, scale, x.x), store_channel(data, dtype, at + stride, scale, x.y);
+  } else if (dtype == DType::kFloat32) {
+    *reinterpret_cast<float2*>(static_cast<float*>(data) + at) = x;
+  } else if (dtype == DType::kFloat16) {
+    *reinterpret_cast<std::uint32_t*>(static_cast<std::uint16_t*>(data) + at) = fp16_pair(x.x, x.y);
+  } else {
+    *reinterpret_cast<std::uint16_t*>(static_cast<std::uint8_t*>(data) + at) = e4m3_pair(x.x / scale, x.y / scale);
+  }
+}
+
+/// Two neighbouring channels of a head, already rounded to Io, into the pool: as one piece where the pool allows it (`wide`).
+__device__ __forceinline__ void store_channels(const LayerPool& pool, DType dtype, bool wide, std::int64_t head_offset, int channel,
+                                               float scale, const float (&x)[2]) {
+  if (wide && dtype == DType::kBFloat16)
+    *reinterpret_cast<std::uint32_t*>(static_cast<std::uint16_t*>(pool.data) + head_offset + channel) = bf16_pair(x[0], x[1]);
+  else
+    store_two(pool.data, dtype, wide && dtype != DType::kBFloat16, head_offset + channel * pool.channel_stride, pool.channel_stride, scale,
+              make_float2(x[0], x[1]));
+}
+/// Eight.
+__device__ __forceinline__ void store_channels(const LayerPool& pool, DType dtype, bool wide, std::int64_t head_offset, int channel,
+                                               float scale, const float (&x)[8]) {
+  if (wide && dtype == DType::kBFloat16) {
+    *reinterpret_cast<uint4*>(static_cast<std::uint16_t*>(pool.data) + head_offset + channel) =
+        make_uint4(bf16_pair(x[0], x[1]), bf16_pair(x[2], x[3]), bf16_pair(x[4], x[5]), bf16_pair(x[6], x[7]));
+  } else {
+    const std::int64_t at = head_offset + channel * pool.channel_stride, s = pool.channel_stride;
+    store_four(pool.data, dtype, wide, at, s, scale, make_float4(x[0], x[1], x[2], x[3]));
+    store_four(pool.data, dtype, wide, at + 4 * s, s, scale, make_float4(x[4], x[5], x[6], x[7]));
+  }
+}
+
+/// Head number h of a launch (layers * 2 * N, per layer the K heads and then the V heads), taken apart.
+struct Head {
+  int layer, index;
+  bool is_v;
+};
+__device__ __forceinline__ Head head_of(int h, int heads) {
+  const int layer = h / (2 * heads), rest = h - layer * 2 * heads;
+  return {layer, rest >= heads ? rest - heads : rest, rest >= heads};
+}
+
+__device__ __forceinline__ float scale_of(const Problem& p, const Head& head) {
+  const DType dtype = head.is_v ? p.v_dtype : p.k_dtype;
+  if (dtype != DType::kFloat8E4M3FN && dtype != DType::kUInt8) return 1.0f;
+  const Values& s = head.is_v ? p.v_scale : p.k_scale;
+  return s.data ? value_at(s.data, s.dtype, (p.first_layer + head.layer) * s.stride) : p.target[head.is_v][head.layer].scale;
+}
+
+/// The sum of squares of a chunk: a word and its partner.
+__device__ __forceinline__ float chunk_squares(const float (&x)[4]) {
+  return fmaf(x[1], x[1], x[0] * x[0]) + fmaf(x[3], x[3], x[2] * x[2]);
+}
+__device__ __forceinline__ float norm_factor(float squares, int head_dim, float eps) {
+  return 1.0f / sqrtf(squares / static_cast<float>(head_dim) + eps);
+}
+
+}  // namespace specstate::draft_kv::cuda

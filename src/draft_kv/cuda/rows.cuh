@@ -1,0 +1,116 @@
+#pragma once
+// Which rows of a call reach the pool: compaction on the device, so that rejected rows never enter a product.
+//
+// A block reads the slots, commit lengths and positions of up to kPlanRows rows and leaves a list of the rows that are written. Rows that
+// cannot be (slot beyond the pool, position outside the table) raise the flag and are left out. Of rows that name one slot only the last
+// stays: a hash table of the slots remembers the greatest row of each.
+#include "cuda/ptx.cuh"
+#include "draft_kv/cuda/problem.hpp"
+
+namespace specstate::draft_kv::cuda {
+
+namespace ptx = specstate::cuda::ptx;
+
+/// A row of the list: the row of ctx_hidden, where it goes and by which angles it is turned.
+struct alignas(16) Row {
+  std::int64_t slot;
+  int row, position;
+};
+
+__device__ __forceinline__ std::int64_t index_at(const Indices& x, std::int64_t i, std::int64_t width) {
+  const std::int64_t at = x.outer ? i / width * x.outer + i % width * x.inner : i * x.inner;
+  return x.wide ? static_cast<const std::int64_t*>(x.data)[at] : static_cast<const int*>(x.data)[at];
+}
+
+/// Row `i` of this launch, or slot -1.
+__device__ __forceinline__ Row read_row(const Rows& x, int i, bool raise) {
+  Row none{-1, 0, 0};
+  if (i >= x.tokens) return none;
+  const std::int64_t at = x.first + i;
+  const std::int64_t slot = x.slots.data ? index_at(x.slots, at, x.width) : at;
+  if (x.commit.data) {
+    if (!is_written(slot, at % x.width, index_at(x.commit, at / x.width, 1))) return none;
+  } else if (slot < 0) {
+    return none;
+  }
+  const std::int64_t position = index_at(x.positions, at, x.width);
+  if (slot >= x.pool_slots || position < 0 || position >= x.table) {
+    if (raise) x.flag[slot >= x.pool_slots ? kSlotFlag : kPositionFlag] = 1;
+    return none;
+  }
+  return {slot, i, static_cast<int>(position)};
+}
+
+/// By all kThreads threads of a block, for at most kThreads * kEach rows: the list in row order and its length. `bucket` holds kBuckets ints, a power of two
+/// of at least twice the rows. Ends with a barrier.
+template <int kThreads, int kEach, int kBuckets>
+__device__ int plan_rows(const Rows& x, Row* list, int* bucket, int* warp_count, bool raise) {
+  const int thread = threadIdx.x;
+  Row mine[kEach];
+  for (int i = thread; i < kBuckets; i += kThreads) bucket[i] = -1;
+#pragma unroll
+  for (int e = 0; e < kEach; ++e) {
+    const int i = thread * kEach + e;
+    mine[e] = read_row(x, i, raise);
+  }
+  // While the table fills, `list` holds every row's slot at its own place, for the others to compare.
+#pragma unroll
+  for (int e = 0; e < kEach; ++e)
+    if (thread * kEach + e < x.tokens) list[thread * kEach + e] = mine[e];
+  __syncthreads();
+  int place[kEach];
+#pragma unroll
+  for (int e = 0; e < kEach; ++e) {
+    place[e] = -1;
+    if (mine[e].slot < 0) continue;
+    const int i = thread * kEach + e;
+    std::uint32_t h = static_cast<std::uint32_t>((static_cast<std::uint64_t>(mine[e].slot) * 0x9E3779B97F4A7C15ull) >> 40);
+    for (;; ++h) {
+      h &= kBuckets - 1;
+      const int other = atomicCAS(&bucket[h], -1, i);
+      if (other < 0) break;
+      if (list[other].slot == mine[e].slot) {
+        atomicMax(&bucket[h], i);
+        break;
+      }
+    }
+    place[e] = static_cast<int>(h);
+  }
+  __syncthreads();
+  int kept = 0;
+#pragma unroll
+  for (int e = 0; e < kEach; ++e) {
+    if (place[e] >= 0 && bucket[place[e]] != thread * kEach + e) place[e] = -1;
+    kept += place[e] >= 0;
+  }
+  int before = kept;  // inclusive sum over the warp
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const int other = __shfl_up_sync(~0u, before, d);
+    if (thread % 32 >= d) before += other;
+  }
+  if (thread % 32 == 31) warp_count[thread / 32] = before;
+  __syncthreads();
+  int at = before - kept, total = 0;
+  for (int w = 0; w < kThreads / 32; ++w) {
+    if (w < thread / 32) at += warp_count[w];
+    total += warp_count[w];
+  }
+#pragma unroll
+  for (int e = 0; e < kEach; ++e)
+    if (place[e] >= 0) list[at++] = mine[e];
+  __syncthreads();
+  return total;
+}
+
+/// Longer launches than a block of the product plans for itself: one block plans up to kListRows rows into `list`, `count`.
+inline constexpr int kListRows = 8192, kPlanThreads = 1024;
+__global__ void __launch_bounds__(kPlanThreads, 1) plan_kernel(const __grid_constant__ Rows x, Row* list, int* count) {
+  extern __shared__ int bucket[];  // [2 * kListRows]
+  __shared__ int warp_count[kPlanThreads / 32];
+  ptx::wait_for_previous();
+  const int n = plan_rows<kPlanThreads, kListRows / kPlanThreads, 2 * kListRows>(x, list, bucket, warp_count, true);
+  if (threadIdx.x == 0) *count = n;
+}
+
+}  // namespace specstate::draft_kv::cuda

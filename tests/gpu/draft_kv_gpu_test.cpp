@@ -1,0 +1,280 @@
+// Draft KV on the GPU from C++: the CPU's V to the bit where the arithmetic is the CPU's, one set of bytes whichever kernel takes the rows,
+// graphs, workspaces and pending errors. Small shapes, so that the sanitizers run all of it. (The oracle's cases: test_draft_kv_gpu.py.)
+#include <cmath>
+
+#include "core/numeric.hpp"
+#include "gpu_test.hpp"
+#include "specstate/draft_kv.hpp"
+
+using namespace specstate;
+using namespace specstate::draft_kv;
+using namespace specstate::gpu_test;
+
+namespace {
+
+struct Shape {
+  DType io;
+  std::int64_t tokens, window, layers, heads, dim, rotary, hidden, features;
+};
+constexpr std::int64_t kTable = 40;
+
+/// Tensors of one call, each twice. bfloat16 lives in uint16 arrays.
+struct Case {
+  Shape s;
+  std::int64_t slots;
+  Pair<std::uint16_t> x16, w16, fc16, hidden_norm16, norm16, bias16, k16, v16;
+  Pair<float> x32, w32, norm32, bias32, k32, v32, eps, table;
+  Pair<std::int64_t> positions, slot, commit;
+  Pair<std::uint8_t> workspace;
+  TensorView k_view, v_view;
+  bool neox = true, rounded = false, biased = true;
+
+  explicit Case(const Shape& shape)
+      : s(shape),
+        slots(shape.tokens + 5),
+        x16({n16(s.tokens * width())}, DType::kUInt16),
+        w16({n16(s.layers * columns() * s.hidden)}, DType::kUInt16),
+        fc16({n16(s.hidden * s.features)}, DType::kUInt16),
+        hidden_norm16({n16(s.hidden)}, DType::kUInt16),
+        norm16({n16(s.layers * s.dim)}, DType::kUInt16),
+        bias16({n16(s.layers * columns())}, DType::kUInt16),
+        k16({n16(s.layers * slots * s.heads * s.dim)}, DType::kUInt16),
+        v16({n16(s.layers * slots * s.heads * s.dim)}, DType::kUInt16),
+        x32({n32(s.tokens * width())}),
+        w32({n32(s.layers * columns() * s.hidden)}),
+        norm32({n32(s.layers * s.dim)}),
+        bias32({n32(s.layers * columns())}),
+        k32({n32(s.layers * slots * s.heads * s.dim)}),
+        v32({n32(s.layers * slots * s.heads * s.dim)}),
+        eps({s.layers}, std::vector<float>(s.layers, 1e-5f)),
+        table({kTable * s.rotary}),
+        positions({s.tokens}),
+        slot({s.tokens}),
+        commit({s.tokens / s.window}),
+        workspace({1 << 20}) {
+    draw(1);
+  }
+  std::int64_t columns() const { return 2 * s.heads * s.dim; }
+  std::int64_t width() const { return s.features ? s.features : s.hidden; }
+  std::int64_t n16(std::int64_t n) const { return s.io == DType::kFloat32 ? 1 : std::max<std::int64_t>(n, 1); }
+  std::int64_t n32(std::int64_t n) const { return s.io == DType::kFloat32 ? std::max<std::int64_t>(n, 1) : 1; }
+
+  void draw(unsigned seed) {
+    std::mt19937 random(seed);
+    std::normal_distribution<float> normal;
+    const auto fill = [&](Pair<std::uint16_t>& a, Pair<float>* b, float scale, float add) {
+      if (b && s.io == DType::kFloat32) {
+        std::vector<float> v(b->size() / 4);
+        for (float& x : v) x = add + scale * normal(random);
+        b->set(v);
+      } else {
+        std::vector<std::uint16_t> v(a.size() / 2);
+        for (auto& x : v) x = core::from_float<core::bfloat16>(add + scale * normal(random)).bits;
+        a.set(v);
+      }
+    };
+    fill(x16, &x32, 1, 0), fill(w16, &w32, 1 / std::sqrt(static_cast<float>(s.hidden)), 0), fill(norm16, &norm32, 0.2f, 1);
+    fill(bias16, &bias32, 0.5f, 0);
+    if (s.features) fill(fc16, nullptr, 1 / std::sqrt(static_cast<float>(s.features)), 0), fill(hidden_norm16, nullptr, 0.2f, 1);
+    std::vector<float> angles(kTable * s.rotary);
+    for (std::int64_t i = 0; i < kTable; ++i)
+      for (std::int64_t j = 0; j < s.rotary / 2; ++j)
+        angles[i * s.rotary + j] = std::cos(0.1f * static_cast<float>(i * (j + 1))),
+                              angles[i * s.rotary + s.rotary / 2 + j] = std::sin(0.1f * static_cast<float>(i * (j + 1)));
+    table.set(angles);
+    std::vector<std::int64_t> p(s.tokens), at(s.tokens), c(s.tokens / s.window);
+    for (std::int64_t i = 0; i < s.tokens; ++i) {
+      p[i] = static_cast<std::int64_t>(random() % kTable);
+      at[i] = random() % 8 ? (i * 7 + seed) % slots : (random() % 2 ? -1 : 0);  // some skipped, some in one slot
+    }
+    for (auto& n : c) n = static_cast<std::int64_t>(random() % (s.window + 1));
+    positions.set(p), slot.set(at), commit.set(c);
+  }
+
+  TensorView as(Pair<std::uint16_t>& a, Pair<float>* b, Where where, std::initializer_list<std::int64_t> shape) {
+    const bool wide = b && s.io == DType::kFloat32;
+    const TensorView v = wide ? b->view(where) : a.view(where);
+    TensorView out(v.data, wide ? DType::kFloat32 : DType::kBFloat16, shape, v.device);
+    return out;
+  }
+
+  MaterializeIntoPoolParams params(Where where) {
+    MaterializeIntoPoolParams p;
+    p.ctx_hidden = as(x16, &x32, where, {s.tokens, width()});
+    if (s.features)
+      p.fc_weight = as(fc16, nullptr, where, {s.hidden, s.features}), p.hidden_norm_weight = as(hidden_norm16, nullptr, where, {s.hidden});
+    p.kv_weight = as(w16, &w32, where, {s.layers, columns(), s.hidden});
+    if (biased) p.kv_bias = as(bias16, &bias32, where, {s.layers, columns()});
+    p.k_norm_weight = as(norm16, &norm32, where, {s.layers, s.dim});
+    p.eps = eps.view(where);
+    p.cos_sin_cache = TensorView(table.view(where).data, DType::kFloat32, {kTable, s.rotary}, table.view(where).device);
+    p.positions = positions.view(where);
+    p.slot_mapping = TensorView(slot.view(where).data, DType::kInt64, {s.tokens / s.window, s.window}, slot.view(where).device);
+    p.commit_lens = commit.view(where);
+    k_view = as(k16, &k32, where, {s.layers, slots, s.heads, s.dim}), v_view = as(v16, &v32, where, {s.layers, slots, s.heads, s.dim});
+    p.k_pool = {&k_view, 1}, p.v_pool = {&v_view, 1};
+    p.is_neox_style = neox, p.round_after_norm = rounded;
+    if (where == Where::kDevice) p.workspace = workspace.view(where);
+    return p;
+  }
+
+  /// One row of the call after the other (or some at a time), by calls of their own.
+  void in_pieces(std::int64_t windows, Stream stream) {
+    const MaterializeIntoPoolParams all = params(Where::kDevice);
+    for (std::int64_t r = 0; r < s.tokens / s.window; r += windows) {
+      const std::int64_t n = std::min(windows, s.tokens / s.window - r);
+      MaterializeIntoPoolParams p = all;
+      p.ctx_hidden = rowed(all.ctx_hidden, r * s.window, n * s.window);
+      p.positions = rowed(all.positions, r * s.window, n * s.window);
+      p.slot_mapping = rowed(all.slot_mapping, r, n), p.commit_lens = rowed(all.commit_lens, r, n);
+      p.k_pool = {&k_view, 1}, p.v_pool = {&v_view, 1};
+      materialize_into_pool(p, stream);
+    }
+  }
+  static TensorView rowed(TensorView t, std::int64_t from, std::int64_t rows) {
+    t.data = static_cast<char*>(t.data) + from * t.strides[0] * size_of(t.dtype);
+    t.sizes[0] = rows;
+    return t;
+  }
+  Bytes& k() { return s.io == DType::kFloat32 ? static_cast<Bytes&>(k32) : k16; }
+  Bytes& v() { return s.io == DType::kFloat32 ? static_cast<Bytes&>(v32) : v16; }
+};
+
+/// Largest distance of two arrays of bfloat16 (or float32) in units of the last place of the larger magnitude in a run of `run` values.
+double distance(const std::vector<unsigned char>& a, const std::vector<unsigned char>& b, DType io, std::int64_t run) {
+  const std::int64_t item = size_of(io), n = static_cast<std::int64_t>(a.size()) / item;
+  const auto value = [&](const std::vector<unsigned char>& x, std::int64_t i) {
+    if (io == DType::kFloat32) return *reinterpret_cast<const float*>(x.data() + 4 * i);
+    return core::to_float(core::bfloat16{*reinterpret_cast<const std::uint16_t*>(x.data() + 2 * i)});
+  };
+  double worst = 0;
+  for (std::int64_t begin = 0; begin < n; begin += run) {
+    double size = 0;
+    for (std::int64_t i = begin; i < begin + run; ++i) size = std::max<double>(size, std::fabs(value(b, i)));
+    for (std::int64_t i = begin; i < begin + run; ++i) {
+      const double off = std::fabs(static_cast<double>(value(a, i)) - value(b, i));
+      if (!(off == off)) return std::memcmp(&a[i * item], &b[i * item], item) == 0 ? worst : HUGE_VAL;
+      worst = std::max(worst, off / (size * (io == DType::kFloat32 ? 0x1p-20 : 0x1p-8)));
+    }
+  }
+  return worst;
+}
+
+std::vector<unsigned char> host_bytes(Bytes& b) {
+  return {static_cast<unsigned char*>(b.host()), static_cast<unsigned char*>(b.host()) + b.size()};
+}
+
+/// CPU and GPU agree, what was not named keeps its bytes, and any cut into calls and a replayed graph leave the same bytes.
+void check(const Shape& shape, bool neox, bool rounded, bool biased) {
+  SCOPED_TRACE(::testing::Message() << name_of(shape.io) << ", " << shape.tokens << " tokens, head dim " << shape.dim << ", rotary "
+                                    << shape.rotary << ", hidden " << shape.hidden << ", features " << shape.features << ", neox " << neox);
+  Case c(shape);
+  c.neox = neox, c.rounded = rounded, c.biased = biased;
+  const OwnStream stream;
+  const auto arrays = {&c.k(), &c.v()};
+  const auto run = [&](const std::function<void()>& call) {
+    for (Bytes* b : arrays) b->reset();
+    call();
+    EXPECT_TRUE(stream.synchronize());
+    raise_pending_error({DeviceType::kCuda, 0});
+    return std::pair{c.k().download(), c.v().download()};
+  };
+  const auto whole = run([&] { materialize_into_pool(c.params(Where::kDevice), stream); });
+  for (const std::int64_t windows : {std::int64_t{1}, 63 / c.s.window + 1, 100 / c.s.window + 1}) {
+    if (windows == 1 && c.s.tokens > 80) continue;
+    const auto cut = run([&] { c.in_pieces(windows, stream); });
+    EXPECT_EQ(cut.first, whole.first) << windows << " windows a call: K";
+    EXPECT_EQ(cut.second, whole.second) << windows << " windows a call: V";
+  }
+  for (Bytes* b : arrays) b->reset();
+  materialize_into_pool(c.params(Where::kHost));
+  EXPECT_LE(distance(whole.first, host_bytes(c.k()), shape.io, shape.dim), 2.0);
+  if (shape.io == DType::kFloat32 && !shape.features)
+    EXPECT_EQ(whole.second, host_bytes(c.v()));
+  else
+    EXPECT_LE(distance(whole.second, host_bytes(c.v()), shape.io, shape.dim), 1.0);
+
+  const Captured graph(stream, [&](Stream s) { materialize_into_pool(c.params(Where::kDevice), s); });
+  for (unsigned round = 2; round < 4; ++round) {
+    c.draw(round);
+    const auto plain = run([&] { materialize_into_pool(c.params(Where::kDevice), stream); });
+    const auto replayed = run([&] { EXPECT_TRUE(graph.replay()); });
+    EXPECT_EQ(replayed, plain);
+  }
+}
+
+constexpr DType kB = DType::kBFloat16, kF = DType::kFloat32;
+
+TEST(DraftKvGpu, FewRows) {
+  SPECSTATE_NEEDS_GPU();
+  check({kB, 1, 1, 2, 2, 128, 128, 512, 0}, true, false, true);
+  check({kB, 16, 4, 3, 2, 128, 128, 576, 0}, true, true, false);
+  check({kB, 64, 8, 2, 1, 128, 64, 512, 0}, true, false, true);
+  check({kB, 40, 4, 3, 1, 64, 64, 640, 0}, false, false, true);
+  check({kB, 60, 6, 3, 3, 64, 32, 512, 0}, true, false, false);
+}
+
+TEST(DraftKvGpu, ManyRows) {
+  SPECSTATE_NEEDS_GPU();
+  check({kB, 72, 8, 2, 1, 128, 128, 512, 0}, true, false, true);
+  check({kB, 300, 4, 2, 2, 128, 128, 576, 0}, true, true, false);
+  check({kB, 256, 8, 3, 1, 64, 64, 512, 0}, false, false, true);
+  check({kB, 1040, 8, 1, 1, 64, 16, 512, 0}, true, false, true);
+}
+
+TEST(DraftKvGpu, AnyRows) {
+  SPECSTATE_NEEDS_GPU();
+  check({kF, 20, 4, 2, 2, 6, 4, 33, 0}, true, false, true);
+  check({kF, 50, 5, 1, 3, 80, 80, 24, 0}, false, false, false);
+  check({kB, 33, 3, 2, 2, 46, 20, 70, 0}, true, true, true);
+  check({kB, 1100, 10, 1, 1, 8, 8, 16, 0}, true, false, true);
+}
+
+TEST(DraftKvGpu, RowsThatCannotBeWrittenAreReportedOnce) {
+  SPECSTATE_NEEDS_GPU();
+  Case c({kB, 16, 4, 2, 2, 128, 128, 512, 0});
+  std::vector<std::int64_t> p(16, 3), all(4, 4), at(16);
+  for (int i = 0; i < 16; ++i) at[i] = i;
+  p[5] = kTable;
+  c.positions.set(p), c.commit.set(all), c.slot.set(at);
+  const OwnStream stream;
+  materialize_into_pool(c.params(Where::kDevice), stream);
+  ASSERT_TRUE(stream.synchronize());
+  const Device device{DeviceType::kCuda, 0};
+  try {
+    materialize_into_pool(c.params(Where::kDevice), stream);
+    FAIL() << "not reported";
+  } catch (const Error& e) {
+    EXPECT_STREQ(
+        e.what(),
+        "draft_kv: positions: expected rows of cos_sin_cache, got one outside in an earlier call on this GPU (its row was not written).");
+  }
+  EXPECT_NO_THROW(raise_pending_error(device));
+  at[0] = c.slots, p[5] = 1;
+  c.positions.set(p), c.slot.set(at);
+  materialize_into_pool(c.params(Where::kDevice), stream);
+  ASSERT_TRUE(stream.synchronize());
+  EXPECT_THROW(raise_pending_error(device), Error);
+  EXPECT_NO_THROW(raise_pending_error(device));
+}
+
+TEST(DraftKvGpu, TheWorkspaceIsBoundedAndChecked) {
+  SPECSTATE_NEEDS_GPU();
+  MaterializeIntoPoolParams p;
+  const Device device{DeviceType::kCuda, 0};
+  const auto bytes = [&](std::int64_t tokens) {
+    p.ctx_hidden = TensorView(nullptr, kB, {tokens, 512}, device);
+    return materialize_workspace_bytes(p);
+  };
+  EXPECT_EQ(bytes(1024), 0);
+  EXPECT_GT(bytes(1025), 0);
+  EXPECT_EQ(bytes(100'000), bytes(10'000'000));
+  Case c({kB, 1040, 8, 1, 1, 64, 64, 512, 0});
+  MaterializeIntoPoolParams q = c.params(Where::kDevice);
+  q.workspace = {};
+  EXPECT_THROW(materialize_into_pool(q), Error);
+  q.workspace = Case::rowed(c.workspace.view(Where::kDevice), 0, 16);
+  EXPECT_THROW(materialize_into_pool(q), Error);
+}
+
+}  // namespace
