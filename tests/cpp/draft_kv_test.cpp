@@ -8,6 +8,7 @@
 #include <cmath>
 #include <map>
 #include <random>
+#include <tuple>
 #include <vector>
 
 #include "core/dispatch.hpp"
@@ -267,6 +268,50 @@ TEST(Materialize, TensorsOnAGpuAreCheckedWithoutReadingThem) {
     }
   }
   raise_pending_error({DeviceType::kCpu, 0});  // nothing can be pending on the CPU
+}
+
+/// Every block of 64 columns belongs to one cluster, K heads of 128 stay whole, and no cluster has much more than another.
+template <int kHeadDim>
+void deal(int layers, int heads, int clusters) {
+  std::map<std::tuple<int, bool, int, int>, int> seen;
+  std::int64_t least = INT64_MAX, most = 0;
+  for (int c = 0; c < clusters; ++c) {
+    const Columns<kHeadDim> columns(layers, heads, c, clusters);
+    std::int64_t blocks = 0;
+    for (int t = 0; t < columns.tiles(); ++t) {
+      const Block first = columns.block(t, 0, heads), second = columns.block(t, 1, heads);
+      ASSERT_TRUE(first.here);
+      if (kHeadDim == 128 && !first.is_v) {
+        ASSERT_TRUE(second.here && !second.is_v && first.layer == second.layer && first.index == second.index);
+        ASSERT_TRUE(first.channel == 0 && second.channel == 64);
+      }
+      for (const Block& b : {first, second})
+        if (b.here) {
+          ++seen[{b.layer, b.is_v, b.index, b.channel}], ++blocks;
+          ASSERT_EQ(column_of<kHeadDim>(b, heads),
+                    (b.is_v ? v_column(0, 0, heads, kHeadDim, b.index, kHeadDim) : k_column(0, 0, b.index, kHeadDim)) + b.channel);
+        }
+    }
+    least = std::min(least, blocks), most = std::max(most, blocks);
+  }
+  ASSERT_EQ(static_cast<int>(seen.size()), layers * 2 * heads * (kHeadDim / 64));
+  for (const auto& [block, times] : seen) {
+    ASSERT_EQ(times, 1);
+    ASSERT_LT(std::get<0>(block), layers);
+    ASSERT_LT(std::get<2>(block), heads);
+    ASSERT_LT(std::get<3>(block), kHeadDim);
+  }
+  ASSERT_LE(most - least, 1);
+}
+
+TEST(Columns, AreDealtOutOnceAndEvenly) {
+  for (int layers = 1; layers <= 6; ++layers)
+    for (int heads = 1; heads <= 9; ++heads)
+      for (int clusters = 1; clusters <= 16; ++clusters) {
+        if (clusters <= layers * 2 * heads) deal<128>(layers, heads, clusters);
+        if (clusters <= layers * heads) deal<64>(layers, heads, clusters);
+        if (::testing::Test::HasFatalFailure()) FAIL() << layers << " layers, " << heads << " heads, " << clusters << " clusters";
+      }
 }
 
 }  // namespace

@@ -68,45 +68,6 @@ __device__ __forceinline__ void barrier_wait_cluster(std::uint64_t* barrier, std
 }
 __device__ __forceinline__ void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
-/// 64 columns of the projection: half a head of 128 channels, or one of 64.
-struct Block {
-  int layer, index;
-  bool is_v, here;
-  int channel;  // of its head, the first
-};
-/// The columns of one cluster, as tiles of two blocks. Heads of 64 go as they come; of heads of 128 the K heads, then halves of V heads.
-template <int kHeadDim>
-struct Columns {
-  int k_begin, k_tiles, begin, blocks;  // K tiles; blocks of V (heads of 128), of everything (heads of 64)
-
-  __device__ Columns(int layers, int heads, int cluster, int clusters) {
-    const std::int64_t all = static_cast<std::int64_t>(layers) * 2 * heads * (kHeadDim / 64), c = cluster;
-    begin = static_cast<int>(c * all / clusters), blocks = static_cast<int>((c + 1) * all / clusters) - begin;
-    k_begin = k_tiles = 0;
-    if constexpr (kHeadDim == 128) {
-      k_begin = static_cast<int>(c * (all / 4) / clusters), k_tiles = static_cast<int>((c + 1) * (all / 4) / clusters) - k_begin;
-      begin -= 2 * k_begin, blocks -= 2 * k_tiles;
-    }
-  }
-  __device__ int tiles() const { return k_tiles + (blocks + 1) / 2; }
-  /// Block `half` of tile t of this cluster.
-  __device__ Block block(int t, int half, int heads) const {
-    if (kHeadDim == 128 && t < k_tiles) {
-      const int head = k_begin + t;
-      return {head / heads, head % heads, false, true, 64 * half};
-    }
-    const int i = 2 * (t - k_tiles) + half, b = begin + i;
-    if constexpr (kHeadDim == 128) return {b / (2 * heads), b % (2 * heads) / 2, true, i < blocks, b % 2 * 64};
-    const Head head = head_of(b, heads);
-    return {head.layer, head.index, head.is_v, i < blocks, 0};
-  }
-};
-/// Of the first column of a block: its place in a layer.
-template <int kHeadDim>
-__device__ __forceinline__ int column_of(const Block& b, int heads) {
-  return ((b.is_v ? heads : 0) + b.index) * kHeadDim + b.channel;
-}
-
 /// What the epilogue of a row's chunk needs besides the sum: fetched while the sum is still under way. The chunk's two words are channels
 /// channel[i] + {0, 1} of block[i].
 struct Side {

@@ -114,16 +114,6 @@ __device__ __forceinline__ void store_channels(const LayerPool& pool, DType dtyp
   }
 }
 
-/// Head number h of a launch (layers * 2 * N, per layer the K heads and then the V heads), taken apart.
-struct Head {
-  int layer, index;
-  bool is_v;
-};
-__device__ __forceinline__ Head head_of(int h, int heads) {
-  const int layer = h / (2 * heads), rest = h - layer * 2 * heads;
-  return {layer, rest >= heads ? rest - heads : rest, rest >= heads};
-}
-
 __device__ __forceinline__ float scale_of(const Problem& p, const Head& head) {
   const DType dtype = head.is_v ? p.v_dtype : p.k_dtype;
   if (dtype != DType::kFloat8E4M3FN && dtype != DType::kUInt8) return 1.0f;
