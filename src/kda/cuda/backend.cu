@@ -1,6 +1,8 @@
 // KDA on CUDA: from the arguments to the form of a kernel and its launch.
 #include <algorithm>
 #include <initializer_list>
+#include <limits>
+#include <string>
 
 #include "kda/cuda/backend.hpp"
 #include "kda/cuda/fold.cuh"
@@ -107,6 +109,8 @@ unsigned blocks(std::int64_t n) { return launching::blocks_for(n, 1); }
 
 void run(const VerifyArgs& args, Stream stream) {
   VerifyCall a = noted(args);
+  if (std::max({a.T, a.pool, a.row_count, a.N * a.HV}) > std::numeric_limits<std::int32_t>::max())
+    throw Error(ErrorKind::kNotImplemented, "verify: more than 2147483647 tokens, slots, rows or heads of requests on CUDA.");
   const launching::DeviceInfo& device = launching::device_info();
   if (a.N == 0) {
     if (a.T > 0) clear(a, stream);
@@ -129,6 +133,9 @@ void run(const VerifyArgs& args, Stream stream) {
   const int block = static_cast<int>(tree ? std::min({longest, a.columns, std::int64_t{kMaxTree}}) : kBlock);
   VerifyKernel kernel = splits ? verify_split(f) : f.plain ? verify_plain(f) : VerifyKernel{};
   if (!kernel.run) kernel = f.act_bf16 ? verify_bf16(f) : verify_float(f);
+  if (kernel.bytes(block) > static_cast<std::size_t>(device.shared_bytes))
+    throw Error(ErrorKind::kNotImplemented, "verify: " + (tree ? "a tree of " + std::to_string(block) + " tokens" : std::string("a head")) +
+                                                " does not fit the shared memory of this GPU.");
   launching::launch(kernel.run,
                     {.grid = blocks(resident(a.N * a.HV, parts, device)),
                      .block = kThreads,
@@ -146,7 +153,8 @@ void run(const FoldArgs& args, Stream stream) {
   Form f = {a.rawv.bf16, a.state.bf16, static_cast<int>(a.K), static_cast<int>(a.V / kRowUnit), false, false};
   const std::int64_t items = a.layers * a.N * a.HV;
   const launching::DeviceInfo& device = launching::device_info();
-  if (device.major >= 9 && items > device.multiprocessors && !forced().rows && streams(a)) {
+  if (device.major >= 9 && fold_stream_bytes(f.state_bf16) <= static_cast<std::size_t>(device.shared_bytes) &&
+      items > device.multiprocessors && !forced().rows && streams(a)) {
     launching::launch(fold_stream(f),
                       {.grid = blocks(std::min<std::int64_t>(items, device.multiprocessors)),
                        .block = kStreamThreads,

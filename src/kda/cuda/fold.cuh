@@ -12,7 +12,7 @@ template <class S, int K, int R>
 __global__ void __launch_bounds__(kThreads, R == 8 ? 2 : 3) fold_kernel(const __grid_constant__ FoldCall a, int parts) {
   constexpr int kRows = kRowUnit * R;
   constexpr bool kRound = sizeof(S) == 2;
-  extern __shared__ __align__(16) char memory[];
+  extern __shared__ __align__(128) char memory[];
   S* const staged = reinterpret_cast<S*>(memory);
   float* const keys = reinterpret_cast<float*>(memory + static_cast<std::size_t>(kRows) * K * sizeof(S));
   float *const decays = keys + kFoldBlock * K, *const values = decays + kFoldBlock * K, *const betas = values + kFoldBlock * kRows,

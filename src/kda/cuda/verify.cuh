@@ -34,7 +34,7 @@ constexpr int kMaxTree = 64;  // nodes of a tree, all in one block: ancestors ar
 
 /// One (request, value head, part of its rows).
 struct Item {
-  std::int64_t slot, row, begin;  // slot -1: from zeros; row -1: no snapshots and windows
+  int slot, row, begin;  // slot -1: from zeros; row -1: no snapshots and windows
   int tokens, hv, h;
   bool padding;
 };
@@ -49,9 +49,9 @@ struct Shared {
   int block;  // a multiple of 4
 
   static constexpr int kState = kRows * K * static_cast<int>(sizeof(S));
-  static constexpr int kFixed = 16 * (K + K + kRows) + 4 * K + 128;  // taps, bias, barriers and the next item
+  static constexpr int kFixed = 16 * (K + K + kRows) + 8 * K + 128;  // taps, bias, product, barriers and the next item
   static constexpr int kAct = static_cast<int>(sizeof(Act)) * (2 * K + kRows);
-  static constexpr int kOfToken = 4 * (4 * K + 2 * kRows + 16 + 4) + kAct + static_cast<int>(sizeof(Act)) * kRows +
+  static constexpr int kOfToken = 4 * (3 * K + 2 * kRows + 16 + 4) + kAct + static_cast<int>(sizeof(Act)) * kRows +
                                   static_cast<int>(sizeof(Raw)) * (K + 2 * kRows) + (kPlain ? 0 : 12);
 
   static __host__ __device__ int rounded(int block) { return kPlain ? kBlock : (block + 3) / 4 * 4; }
@@ -65,11 +65,11 @@ struct Shared {
   __device__ Item* next() const { return reinterpret_cast<Item*>(base + kState + 80); }                      // what comes after this item
   __device__ float* taps(int c) const { return reinterpret_cast<float*>(base + kState + 128) + c * 4 * K; }  // [K or rows, 4]
   __device__ float* bias() const { return taps(2) + 4 * kRows; }                                             // [K]
-  __device__ float* k() const { return bias() + K; }                                                         // [block, K]
-  __device__ float* q() const { return k() + block * K; }                                                    // [block, K]
-  __device__ float* decay() const { return k() + 2 * block * K; }                                            // [block, K]
-  __device__ float* product() const { return k() + 3 * block * K; }                   // [block, K] of the block's decays (frozen)
-  __device__ float* u() const { return k() + 4 * block * K; }                         // [block, rows] (trees, frozen)
+  __device__ float* product() const { return bias() + K; }                            // [K] of the block's decays (frozen)
+  __device__ float* k() const { return product() + K; }                               // [block, K]
+  __device__ float* q() const { return k() + block * K; }                             // [block, K]
+  __device__ float* decay() const { return k() + 2 * block * K; }                     // [block, K]
+  __device__ float* u() const { return k() + 3 * block * K; }                         // [block, rows] (trees, frozen)
   __device__ float* o() const { return u() + block * kRows; }                         // [block, rows]
   __device__ float* units() const { return o() + block * kRows; }                     // [2, block, 8] sums of squares of 16 rows
   __device__ float* beta() const { return units() + 16 * block; }                     // [block]
@@ -96,21 +96,20 @@ __device__ __forceinline__ Item item_of(const VerifyCall& a, std::int64_t head) 
   std::int64_t slot = index(a.slots, request), begin = 0, end = 0, row = request;
   if (a.cu) begin = index(a.cu, request), end = index(a.cu, request + 1);
   if (a.rows) row = index(a.rows, request);
-  slot = uniform(slot), begin = uniform(begin), end = uniform(end), row = uniform(row);
   if (!a.cu) {
     const std::int64_t each = a.T / a.N;
     begin = request * each, end = begin + each;
   }
-  const bool null = slot <= a.null_slot;
-  it.begin = begin, it.tokens = 0 <= begin && begin <= end && end <= a.T ? static_cast<int>(end - begin) : 0;
-  it.slot = null ? -1 : slot;
-  it.padding = null ? !a.null_from_zero : slot < 0 || slot >= a.pool;
-  if ((a.snapshots || a.q.windows) && (!null || (a.null_from_zero && a.snapshots))) {
-    it.row = row;
-    const bool none = a.null_from_zero && it.row < 0;
-    if (none) it.row = -1;
-    it.padding |= !none && (it.row < 0 || it.row >= a.row_count);
-  }
+  const bool null = slot <= a.null_slot, inside = 0 <= begin && begin <= end && end <= a.T;
+  bool padding = null ? !a.null_from_zero : slot < 0 || slot >= a.pool;
+  if (!(a.snapshots || a.q.windows) || (null && !(a.null_from_zero && a.snapshots)) || (a.null_from_zero && row < 0))
+    row = -1;
+  else
+    padding |= row < 0 || row >= a.row_count;
+  // Sizes within an int: see run() of backend.cu.
+  it.slot = uniform(null || padding ? -1 : static_cast<int>(slot)), it.row = uniform(padding ? -1 : static_cast<int>(row));
+  it.begin = uniform(inside ? static_cast<int>(begin) : 0), it.tokens = uniform(inside ? static_cast<int>(end - begin) : 0);
+  it.padding = uniform(static_cast<int>(padding)) != 0;
   it.padding |= it.tokens > a.steps || (a.parents && it.tokens > a.columns);
   return it;
 }
@@ -203,134 +202,111 @@ __device__ __forceinline__ void copy_tokens(const VerifyCall& a, const Item& it,
   __syncthreads();
 }
 
-/// Convolution of every second token from `t` on of q, k or v (c); lane: four channels.
+/// Convolution, SiLU and rounding of token t of the block for q, k or v (c); a lane has four channels.
 template <class Act, int K, bool kPlain, class M>
-__device__ __forceinline__ void convolve(const VerifyCall& a, const Item& it, const M& s, int c, int v0, int first, int n, int t,
-                                         int lane) {
+__device__ __forceinline__ void convolve(const VerifyCall& a, const Item& it, const M& s, int c, int v0, int first, int t, int lane) {
   const int dim = c == 2 ? M::kRows : K, d = lane * 4;
   if (d >= dim) return;
-  const bool tree = !kPlain && a.parents;
   const Channel& channel = channel_of(a, c);
   const Act* const x = s.x(c) + d;
-  float* const to = (c == 0 ? s.q() : s.k()) + d;
   // What all CTAs of a key head have in common is written by one of them.
   const bool writes = c == 2 || (v0 == 0 && it.hv % static_cast<int>(a.HV / a.H) == 0);
-  const bool windows = writes && channel.windows && it.row >= 0;
-  const Array& ring = c == 1 ? a.rawk : a.rawv;
-  const bool records = writes && c > 0 && ring && it.slot >= 0;
   const int head = c == 2 ? it.hv : it.h;
-  const std::int64_t first_channel = c == 2 ? it.hv * a.V + v0 + d : it.h * static_cast<std::int64_t>(K) + d;
-  // Where token t goes in memory; t moves on by 2.
-  Act* window = static_cast<Act*>(channel.windows.data) + (windows ? at(channel.windows, it.row, first + t, first_channel) : 0);
-  Act* record = static_cast<Act*>(ring.data) + (records ? at(ring, it.slot, head, first + t) + (c == 2 ? v0 : 0) + d : 0);
-  const std::int64_t tap = channel.windows.stride[3];
-  float taps[4][4];
+  Quad<Act> in[4];
+  if (!kPlain && a.parents) {  // the three inputs before a node are its ancestors'
+    int node = s.parent()[t], past = 0;
+#pragma unroll
+    for (int i = 2; i >= 0; --i) {
+      in[i] = *reinterpret_cast<const Quad<Act>*>(x + (node >= 0 ? node + 3 : 2 - past) * dim);
+      if (node >= 0)
+        node = s.parent()[node];
+      else
+        ++past;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 3; ++i) in[i] = *reinterpret_cast<const Quad<Act>*>(x + (t + i) * dim);
+  }
+  in[3] = *reinterpret_cast<const Quad<Act>*>(x + (t + 3) * dim);
+  float y[4];
   if (channel.weight) {
+    float z[4][4];
 #pragma unroll
-    for (int e = 0; e < 4; ++e) unpack(*reinterpret_cast<const Quad<float>*>(s.taps(c) + (d + e) * 4), taps[e]);
-  }
-#pragma unroll 1
-  for (; t < n; t += 2, window += 2 * channel.windows.stride[1], record += 2 * ring.stride[2]) {
-    Quad<Act> in[4];
-    if (tree) {  // the three inputs before a node are its ancestors'
-      int node = s.parent()[t], past = 0;
+    for (int i = 0; i < 4; ++i) unpack(in[i], z[i]);
 #pragma unroll
-      for (int i = 2; i >= 0; --i) {
-        in[i] = *reinterpret_cast<const Quad<Act>*>(x + (node >= 0 ? node + 3 : 2 - past) * dim);
-        if (node >= 0)
-          node = s.parent()[node];
-        else
-          ++past;
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < 3; ++i) in[i] = *reinterpret_cast<const Quad<Act>*>(x + (t + i) * dim);
+    for (int e = 0; e < 4; ++e) {
+      float taps[4];
+      unpack(*reinterpret_cast<const Quad<float>*>(s.taps(c) + (d + e) * 4), taps);
+      y[e] = fmaf(z[3][e], taps[3], fmaf(z[2][e], taps[2], fmaf(z[1][e], taps[1], z[0][e] * taps[0])));
+      y[e] *= sizeof(Act) == 2 ? quick_sigmoid(y[e]) : sigmoid(y[e]);
     }
-    in[3] = *reinterpret_cast<const Quad<Act>*>(x + (t + 3) * dim);
-    float y[4];
-    if (channel.weight) {
-      float z[4];
+    if constexpr (sizeof(Act) == 2) round_bf16(y);
+    if (writes && channel.windows && it.row >= 0) {
+      const Array& w = channel.windows;
+      const std::int64_t to = at(w, it.row, first + t, head * (c == 2 ? static_cast<int>(a.V) : K) + (c == 2 ? v0 : 0) + d);
+      if constexpr (kPlain) {
+        Act* const p = static_cast<Act*>(w.data) + to;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        unpack(in[i], z);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) y[e] = i == 0 ? z[e] * taps[e][0] : fmaf(z[e], taps[e][i], y[e]);
+        for (int i = 0; i < 3; ++i) *reinterpret_cast<Quad<Act>*>(p + i * w.stride[3]) = in[i + 1];
+      } else {
+        store_window<false>(w, to, w.stride[2], w.stride[3], in[1], in[2], in[3]);
       }
-#pragma unroll
-      for (int e = 0; e < 4; ++e) y[e] *= sizeof(Act) == 2 ? quick_sigmoid(y[e]) : sigmoid(y[e]);
-      if constexpr (sizeof(Act) == 2) round_bf16(y);
-      if (windows) {
-        if constexpr (kPlain) {
-#pragma unroll
-          for (int i = 0; i < 3; ++i) *reinterpret_cast<Quad<Act>*>(window + i * tap) = in[i + 1];
-        } else {
-          store_window<false>(channel.windows, window - static_cast<Act*>(channel.windows.data), channel.windows.stride[2], tap, in[1],
-                              in[2], in[3]);
-        }
-      }
-    } else {
-      unpack(in[3], y);
     }
-    Quad<Act> raw;
-    pack(y, raw);
-    if (c == 2)
-      *reinterpret_cast<Quad<Act>*>(s.v() + t * dim + d) = raw;
-    else
-      *reinterpret_cast<float4*>(to + t * dim) = make_float4(y[0], y[1], y[2], y[3]);
-    if (records && first + t < a.L) store_quad<kPlain>(ring, record - static_cast<Act*>(ring.data), raw);
+  } else {
+    unpack(in[3], y);
   }
+  Quad<Act> raw;
+  pack(y, raw);
+  if (c == 2)
+    *reinterpret_cast<Quad<Act>*>(s.v() + t * dim + d) = raw;
+  else
+    *reinterpret_cast<float4*>((c == 0 ? s.q() : s.k()) + t * dim + d) = make_float4(y[0], y[1], y[2], y[3]);
+  const Array& ring = c == 1 ? a.rawk : a.rawv;
+  if (writes && c > 0 && ring && it.slot >= 0 && first + t < a.L)
+    store_quad<kPlain>(ring, at(ring, it.slot, head, first + t) + (c == 2 ? v0 : 0) + d, raw);
 }
 
-/// Decays, beta and the norm's gate; `half` of two warps. A lane owns two key channels for all tokens (their product runs along); the
-/// norm's gate is put aside, so that the stage is free. beta: the logit of token `lane`.
-template <int K, bool kPlain, bool kFrozen, class M>
-__device__ __forceinline__ void gates(const VerifyCall& a, const Item& it, const M& s, int v0, int first, int n, float beta, float a_log,
-                                      int half, int lane) {
-  const bool records = a.rawk && it.slot >= 0 && v0 == 0;
-  const int d = half * 64 + lane * 2;
-  if (d < K) {
-    const Gate gate = {a.safe_gate,        a.lower_bound, a.softplus_beta, 1.0f / a.softplus_beta, fminf(a.softplus_threshold, 80.0f),
-                       amplitude_of(a_log)};
-    const float2 bias = *reinterpret_cast<const float2*>(s.bias() + d);
-    float product0 = 1, product1 = 1;
-#pragma unroll 2
-    for (int t = 0; t < n; ++t) {
-      struct alignas(2 * sizeof(typename M::Raw)) Pair {
-        typename M::Raw x[2];
-      };
-      const Pair raw = *reinterpret_cast<const Pair*>(s.raw_g() + t * K + d);
-      float l0 = gate.log_decay(core::to_float(raw.x[0]) + bias.x), l1 = gate.log_decay(core::to_float(raw.x[1]) + bias.y);
-      if (records && first + t < a.L) {
-        if (!a.scalar_gate) {
-          float* const ring =
-              static_cast<float*>(a.ring_g.data) + at(a.ring_g, it.slot, it.hv, first + t, kPlain ? 0 : d) + (kPlain ? d : 0);
-          if (kPlain)
-            *reinterpret_cast<float2*>(ring) = make_float2(l0, l1);
-          else
-            ring[0] = l0, ring[a.ring_g.stride[3]] = l1;
-        } else if (d == 0) {
-          store(a.ring_g, at(a.ring_g, it.slot, it.hv, first + t), l0);
-        }
-      }
-      l0 = exp_of(l0), l1 = exp_of(l1);
-      *reinterpret_cast<float2*>(s.decay() + t * K + d) = make_float2(l0, l1);
-      if (kFrozen) {
-        product0 *= l0, product1 *= l1;
-        *reinterpret_cast<float2*>(s.product() + t * K + d) = make_float2(product0, product1);
-      }
-    }
-  }
-  if (half == 0)
-    for (int t = lane; t < n; t += 32) {
-      const float b = sigmoid(t < 32 ? beta : load(a.beta, at(a.beta, it.begin + first + t, it.hv)));
-      s.beta()[t] = b;
-      if (records && first + t < a.L) store(a.ring_beta, at(a.ring_beta, it.slot, it.hv, first + t), b);
-    }
-  if (!a.gate || lane * 4 >= M::kRows) return;
+/// Decay, beta and the norm's gate (put aside, so that the stage is free) of token t of the block; a lane has four channels.
+template <int K, bool kPlain, class M>
+__device__ __forceinline__ void gates(const VerifyCall& a, const Item& it, const M& s, int v0, int first, int t, float amplitude,
+                                      float logit, int lane) {
   using Four = Quad<typename M::Raw>;
-#pragma unroll 4
-  for (int t = half; t < n; t += 2)
-    *reinterpret_cast<Four*>(s.gate() + t * M::kRows + lane * 4) = *reinterpret_cast<const Four*>(s.raw_gate() + t * M::kRows + lane * 4);
+  const bool records = a.rawk && it.slot >= 0 && v0 == 0 && first + t < a.L;
+  const int d = lane * 4;
+  if (a.gate && d < M::kRows)
+    *reinterpret_cast<Four*>(s.gate() + t * M::kRows + d) = *reinterpret_cast<const Four*>(s.raw_gate() + t * M::kRows + d);
+  if (d < K) {
+    float x[4], bias[4];
+    unpack(*reinterpret_cast<const Four*>(s.raw_g() + t * K + d), x);
+    unpack(*reinterpret_cast<const Quad<float>*>(s.bias() + d), bias);
+    if (a.safe_gate) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[e] = a.lower_bound * sigmoid(amplitude * (x[e] + bias[e]));
+    } else {
+      const float inverse_beta = 1.0f / a.softplus_beta, threshold = fminf(a.softplus_threshold, 80.0f);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float z = x[e] + bias[e], y = z * a.softplus_beta;
+        x[e] = -(amplitude * (y > threshold || z != z ? z : softplus(y) * inverse_beta));
+      }
+    }
+    if (records) {
+      if (!a.scalar_gate) {
+        Quad<float> raw;
+        pack(x, raw);
+        const std::int64_t to = at(a.ring_g, it.slot, it.hv, first + t);
+        store_quad<kPlain>(a.ring_g, to + d, raw);
+      } else if (lane == 0) {
+        store(a.ring_g, at(a.ring_g, it.slot, it.hv, first + t), x[0]);
+      }
+    }
+    *reinterpret_cast<float4*>(s.decay() + t * K + d) = make_float4(exp_of(x[0]), exp_of(x[1]), exp_of(x[2]), exp_of(x[3]));
+  }
+  if (lane == 0) {
+    const float b = sigmoid(logit);
+    s.beta()[t] = b;
+    if (records) store(a.ring_beta, at(a.ring_beta, it.slot, it.hv, first + t), b);
+  }
 }
 
 __device__ __forceinline__ void row_of_four(const float* row, int d, bool active, float (&x)[4]) {
@@ -371,48 +347,50 @@ __device__ __forceinline__ float transposed_sums(float (&x)[16], int lane) {
 /// decay[j] the column's end R_nj k_j. Entries of column j carry j's norm, those of row t are scaled by t's when they are used.
 template <int K, class M>
 __device__ __forceinline__ void triangles(const VerifyCall& a, const M& s, int n, int warp, int lane) {
+  static_assert(K == 128, "a lane has four channels");
   const int j = warp, d = lane * 4;
-  const bool active = d < K;
-  float x[4] = {}, sums[16];
+  float x[4], product[4] = {1, 1, 1, 1}, y[4], z[4];
   if (j < n) {
-    float own = 0;
-    row_of_four(s.k() + j * K, d, active, x);
+    float sums[16] = {}, own[1] = {};
+    row_of_four(s.k() + j * K, d, true, x);
 #pragma unroll
-    for (int t = 0; t < kBlock; ++t) {
-      sums[t] = sums[8 + t] = 0;
-      if (t < j || t >= n) continue;
-      float y[4] = {}, z[4] = {};
-      if (t > j) {
-        row_of_four(s.decay() + t * K, d, active, y);
+    for (int i = 0; i < kBlock; ++i) {  // row t = j + i of the column
+      const int t = j + i;
+      if (t >= n) break;
+      if (i > 0) {
+        row_of_four(s.decay() + t * K, d, true, y);
 #pragma unroll
         for (int e = 0; e < 4; ++e) x[e] *= y[e];
       }
-      row_of_four(s.k() + t * K, d, active, y), row_of_four(s.q() + t * K, d, active, z);
-      sums[t] = dot4(x, y), sums[8 + t] = dot4(x, z);
-      if (t == j) own = dot4(z, z);
+      row_of_four(s.k() + t * K, d, true, y), row_of_four(s.q() + t * K, d, true, z);
+      sums[i] = dot4(x, y), sums[8 + i] = dot4(x, z);
+      if (i == 0) own[0] = dot4(z, z);
     }
-    const float sum = transposed_sums(sums, lane);
-    float squares[1] = {own};
-    warp_sums(squares);
-    const float kk = __shfl_sync(kAll, sum, 2 * j), qk = __shfl_sync(kAll, sum, 16 + 2 * j);
-    const float fk = a.l2norm ? inverse_norm(kk) : 1.0f, fq = a.l2norm ? inverse_norm(squares[0]) * a.scale : a.scale;
+#pragma unroll 4
+    for (int t = 0; t <= j; ++t) {
+      row_of_four(s.decay() + t * K, d, true, y);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) product[e] *= y[e];
+    }
+    const float sum = transposed_sums(sums, lane);  // lane 2 i: of k's row j + i, lane 16 + 2 i: of q's
+    warp_sums(own);
+    const float kk = __shfl_sync(kAll, sum, 0), qk = __shfl_sync(kAll, sum, 16);
+    const float fk = a.l2norm ? inverse_norm(kk) : 1.0f, fq = a.l2norm ? inverse_norm(own[0]) * a.scale : a.scale;
     if (lane == 0) s.fk()[j] = fk, s.fq()[j] = fq, s.kq()[j] = qk * fk * fq;
-    // value i = lane / 2: k row i for i < 8, q row i - 8 else
-    const int i = lane / 2;
-    if (lane % 2 == 0) s.triangle()[(i / 8 * kBlock + i % 8) * kBlock + j] = sum * fk;
+    const int t = j + lane / 2 % 8;
+    if (lane % 2 == 0 && t < n) s.triangle()[(lane / 16 * kBlock + t) * kBlock + j] = sum * fk;
   }
   __syncthreads();
-  if (j < n && active) {
-    float product[4], y[4];
-    row_of_four(s.product() + j * K, d, true, product);
+  if (j < n) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float* const row = (i == 0 ? s.k() : s.q()) + j * K;
       row_of_four(row, d, true, y);
       *reinterpret_cast<float4*>(row + d) = make_float4(y[0] * product[0], y[1] * product[1], y[2] * product[2], y[3] * product[3]);
     }
+    *reinterpret_cast<float4*>(s.decay() + j * K + d) = make_float4(x[0], x[1], x[2], x[3]);
+    if (j == n - 1) *reinterpret_cast<float4*>(s.product() + d) = make_float4(product[0], product[1], product[2], product[3]);
   }
-  if (j < n && active) *reinterpret_cast<float4*>(s.decay() + j * K + d) = make_float4(x[0], x[1], x[2], x[3]);
   __syncthreads();
 }
 
@@ -466,7 +444,7 @@ __device__ __forceinline__ void advance_block(Rows<K, R>& x, const M& s, int n, 
   constexpr int C = K / 16;
   const int l = lane & 15;
   float k[C];
-  channels<K>(s.product() + (n - 1) * K, l, k);
+  channels<K>(s.product(), l, k);
 #pragma unroll
   for (int i = 0; i < R; ++i)
 #pragma unroll
@@ -613,13 +591,13 @@ __global__ void __launch_bounds__(kThreads, kPlain ? 2 : 1) verify_kernel(const 
     else
       fetch_rows<K, R>(home_of(it), staged);
   };
-  std::uint32_t tokens_phase = 0, state_phase = 0;
+  [[maybe_unused]] std::uint32_t tokens_phase = 0, state_phase = 0;
   int turn = 0;
   // The next item is found by one warp while this one is worked on.
   const auto next = [&] {
     Item it = *s.next();
     it.slot = uniform(it.slot), it.row = uniform(it.row), it.begin = uniform(it.begin);
-    it.tokens = uniform(it.tokens), it.hv = uniform(it.hv), it.h = uniform(it.h), it.padding = uniform(static_cast<int>(it.padding));
+    it.tokens = uniform(it.tokens), it.hv = uniform(it.hv), it.h = uniform(it.h), it.padding = uniform(static_cast<int>(it.padding)) != 0;
     return it;
   };
 
@@ -634,8 +612,10 @@ __global__ void __launch_bounds__(kThreads, kPlain ? 2 : 1) verify_kernel(const 
     if (working) {
       n = min(s.block, it.tokens - first), last = first + n == it.tokens, after = first + n;
       if (warp == kWarps - 1 && last) *s.next() = item_of(a, head + stride);
-      const float beta = lane < n ? load(a.beta, at(a.beta, it.begin + first + lane, it.hv)) : 0.0f,
-                  a_log = load(a.a_log, at(a.a_log, it.hv));
+      // Two scalars come straight from memory: asked for before the wait.
+      const auto logit_of = [&](int t) { return load(a.beta, at(a.beta, it.begin + first + t, it.hv)); };
+      const int own = (warp - 3 * n) & (kWarps - 1);
+      const float logit = own < n ? logit_of(own) : 0.0f, a_log = load(a.a_log, at(a.a_log, it.hv));
       if constexpr (kBulk) {
 #if __CUDA_ARCH__ >= 900
         specstate::cuda::ptx::barrier_wait(s.barriers(), tokens_phase & 1);
@@ -644,10 +624,15 @@ __global__ void __launch_bounds__(kThreads, kPlain ? 2 : 1) verify_kernel(const 
       } else {
         copy_tokens<M, Act, K>(a, it, s, v0, first, n);
       }
-      if (warp < 6)
-        convolve<Act, K, kPlain>(a, it, s, warp / 2, v0, first, n, warp % 2, lane);
-      else
-        gates<K, kPlain, kFrozen>(a, it, s, v0, first, n, beta, a_log, warp - 6, lane);
+      // Four pieces of work a token; the warps take them in turns.
+#pragma unroll 1
+      for (int piece = 0; piece < 4; ++piece)
+#pragma unroll 1
+        for (int t = (warp - piece * n) & (kWarps - 1); t < n; t += kWarps)
+          if (piece < 3)
+            convolve<Act, K, kPlain>(a, it, s, piece, v0, first, t, lane);
+          else
+            gates<K, kPlain>(a, it, s, v0, first, t, amplitude_of(a_log), t == own ? logit : logit_of(t), lane);
       __syncthreads();
       if (last) {
         head += stride;
