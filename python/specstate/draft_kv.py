@@ -51,6 +51,7 @@ def _workspace(like, fc_weight, stream):
 def raise_pending_error(like):
     """Raises the ValueError of a row that an earlier CUDA call on the device of `like` could not write (its slot was beyond the pool
     or its position outside the rotary table), once. Does not wait: synchronise first for the calls made so far."""
+    shape_of("like", like)  # there is one
     function("draft_kv_raise_pending_error")(array_in("like", like))
 
 
