@@ -189,7 +189,10 @@ bool may_overlap(const TensorView& a, const TensorView& b) {
 }
 
 void Checker::see(const char* name, const TensorView& t, bool written) {
+  if (std::any_of(t.sizes, t.sizes + t.ndim, [](std::int64_t n) { return n < 0; }))
+    fail(name, "sizes of 0 or more", "shape " + shape_text(t));
   if (t.numel() == 0) return;
+  if (t.data == nullptr) fail(name, "memory for shape " + shape_text(t), "a null pointer");
   if (!seen_.empty() && seen_.back().name == name && seen_.back().t.data == t.data) {
     seen_.back().written |= written;
     return;

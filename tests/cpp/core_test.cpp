@@ -123,6 +123,24 @@ TEST(Matcher, StridesDevicesAndOverlap) {
   EXPECT_TRUE(may_overlap(t, TensorView(x + 11, DType::kFloat32, {1})));
 }
 
+TEST(Matcher, MemoryAndSizesAreThere) {
+  float x[12];
+  Checker check("op");
+  EXPECT_EQ(text_of([&] {
+              check.arg("t", TensorView(nullptr, DType::kFloat32, {3, 4})).same_device();
+            }),
+            "op: t: expected memory for shape (3, 4), got a null pointer.");
+  EXPECT_EQ(text_of([&] {
+              check.arg("t", TensorView(nullptr, DType::kFloat32, {3, 4})).written();
+            }),
+            "op: t: expected memory for shape (3, 4), got a null pointer.");
+  EXPECT_EQ(text_of([&] {
+              check.arg("t", TensorView(x, DType::kFloat32, {-1, 3})).same_device();
+            }),
+            "op: t: expected sizes of 0 or more, got shape (-1, 3).");
+  check.arg("t", TensorView(nullptr, DType::kFloat32, {0, 4})).same_device();  // nothing there to point to
+}
+
 TEST(Matcher, OutputsShareMemoryWithNothing) {
   float x[48];
   const auto part = [&](int at) { return TensorView(x + at, DType::kFloat32, {3, 4}); };
