@@ -15,6 +15,7 @@
 
 #include "bench/harness.hpp"
 #include "core/dispatch.hpp"
+#include "cuda_probe.hpp"
 #include "output.hpp"
 #include "specstate/error.hpp"
 
@@ -99,10 +100,14 @@ int run_bench(const BenchOptions& options) {
   const auto& families = on_gpu ? bench::gpu_families() : bench::families();
   if (on_gpu && !core::cuda_built())
     throw Error(ErrorKind::kNotImplemented, "bench: this build of specstate has no CUDA kernels; use --device cpu.");
+  if (on_gpu)
+    if (const CudaReport cuda = probe_cuda(); cuda.devices.empty())
+      throw Error(ErrorKind::kCuda, "bench: --device: expected a GPU for cuda, got none: " + cuda.problem + ".");
   if (options.family != "all" && !families.count(options.family)) {
     std::string names;
     for (const auto& [name, run] : families) names += name + ", ";
-    std::fprintf(stderr, "specstate bench: family: expected %sor all, got '%s'\n", names.c_str(), options.family.c_str());
+    std::fprintf(stderr, "specstate bench: family: expected %sor all with --device %s, got '%s'\n", names.c_str(), options.device.c_str(),
+                 options.family.c_str());
     return kUsage;
   }
   if (options.quick && options.record) {

@@ -90,13 +90,13 @@ int run(int argc, char** argv) {
       ->expected(1)
       ->allow_extra_args(false);
   generate_app->add_option("--max-new-tokens", g.max_new_tokens, "tokens to generate at most")
-      ->check(number(1, 1 << 30, "an integer of 1 or more"))
+      ->check(number(1, 1 << 30, "an integer from 1 to 1073741824"))
       ->capture_default_str();
   generate_app->add_option("--mode", mode, "auto: what measures fastest; a named mode is always followed")
       ->check(one_of({"auto", "plain", "dflash", "dspark"}))
       ->capture_default_str();
   generate_app->add_option("--temperature", g.temperature, "0: greedy")
-      ->check(number(0.0, 1e6, "a number of 0 (greedy) or more"))
+      ->check(number(0.0, 1e6, "a number from 0 (greedy) to 1000000"))
       ->capture_default_str();
   generate_app->add_option("--seed", g.seed, "of sampling; equal seeds draw equal tokens in every mode")
       ->check(number<std::uint64_t>(0, ~0ull, "an integer of 0 or more"))
@@ -107,13 +107,13 @@ int run(int argc, char** argv) {
   generate_app->add_option("--device", generate.device, "backend")->check(one_of({"cpu", "cuda"}))->capture_default_str();
   generate_app->add_option("--model", generate.model, "model folder (default: the embedded model)")->check(not_empty());
   generate_app->add_option("--hot-slots", g.hot_slots, "device rows that cache the KV of the host, per request and layer")
-      ->check(number(1, 1 << 20, "an integer of 1 or more"))
+      ->check(number(1, 1 << 20, "an integer from 1 to 1048576"))
       ->capture_default_str();
   generate_app->add_option("--chunk", g.chunk, "prefill rows at once")
-      ->check(number(1, 1 << 20, "an integer of 1 or more"))
+      ->check(number(1, 1 << 20, "an integer from 1 to 1048576"))
       ->capture_default_str();
   generate_app->add_option("--force-accept", g.force_accept, "for tests: commit exactly this many tokens a step where they fit")
-      ->check(number(1, 1 << 20, "an integer of 1 or more"));
+      ->check(number(1, 1 << 20, "an integer from 1 to 1048576"));
   generate_app->add_flag("--check-lossless", g.check_lossless, "also decode plainly and compare; a difference exits 3");
   generate_app->add_option("--json", generate.json, "write the report as JSON to a file, or - for stdout (instead of the text)")
       ->check(not_empty());
