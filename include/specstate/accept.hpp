@@ -52,7 +52,7 @@ struct PlanVerifyLengthsParams {
   TensorView probe_tokens;      ///< [n] int32 or int64, ascending; speed(t) is that of the last probe <= t (of the first below it)
   TensorView steps_per_second;  ///< [n] float32 or float64, > 0, measured. Neither of the two given: everything is verified
   TensorView max_lens;          ///< [b] int32 or int64 >= 1, optional: cap of verify_lens[r] (tokens left, for instance)
-  TensorView verify_lens;       ///< out [b] int32, values 1..G+1
+  TensorView out;               ///< verify_lens [b] int32, values 1..G+1
 };
 /// Throws Error(kValue) naming the argument before anything is written. b = 0 does nothing. Thread-safe. CPU and CUDA; on CUDA at most
 /// 16384 proposals in all, a row of max_lens < 1 gets verify_lens 0, confidences outside [0, 1] count as 1, and a table that is not

@@ -23,10 +23,10 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(accept_verify_rejection, [](Opt candidates, Opt dr
 });
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(accept_plan_verify_lengths, [](Opt confidences, Opt lagged_confidences, Opt probe_tokens,
-                                                             Opt steps_per_second, Opt max_lens, Opt verify_lens, std::int64_t s) {
+                                                             Opt steps_per_second, Opt max_lens, Opt out, std::int64_t s) {
   guard([&] {
     accept::PlanVerifyLengthsParams p;
-    SPECSTATE_SET(p, confidences, lagged_confidences, probe_tokens, steps_per_second, max_lens, verify_lens);
+    SPECSTATE_SET(p, confidences, lagged_confidences, probe_tokens, steps_per_second, max_lens, out);
     accept::plan_verify_lengths(p, stream(s));
   });
 });

@@ -31,6 +31,7 @@ class _Alias:
 
 def _from_numpy(name, np, x):
     dtype = x.dtype
+    _whole_strides(name, x)
     if dtype.byteorder == ">":
         raise ValueError(f"{name}: expected native byte order, got {dtype.str}.")
     if dtype.name in _ML_DTYPES:
@@ -38,10 +39,16 @@ def _from_numpy(name, np, x):
 
         raw, known = _ML_DTYPES[dtype.name]
         return function("reinterpret")(tvm_ffi.from_dlpack(_writable(np, x.view(raw))), tvm_ffi.dtype(known))
-    if dtype.kind not in "biufc":
+    if dtype.kind not in "biufc" or dtype.char in "gG":  # long doubles have no DLPack type
         raise ValueError(f"{name}: expected a dtype of numbers, got {dtype}.")
     _plain.add(dtype)
     return _writable(np, x)
+
+
+def _whole_strides(name, x):
+    """DLPack counts strides in elements: a field of a structured array may step by parts of one."""
+    if x.itemsize and any(stride % x.itemsize for stride in x.strides):
+        raise ValueError(f"{name}: expected strides that are multiples of the itemsize {x.itemsize}, got strides of {x.strides} bytes.")
 
 
 def _writable(np, x):
@@ -59,7 +66,7 @@ def array_in(name, x):
         return x
     np = sys.modules.get("numpy")
     if np is not None and isinstance(x, np.ndarray):
-        if x.dtype in _plain and x.flags.writeable:
+        if x.dtype in _plain and x.flags.writeable and x.flags.c_contiguous:
             return x
         return _from_numpy(name, np, x)
     if hasattr(x, "__dlpack__") or hasattr(x, "__tvm_ffi_object__"):

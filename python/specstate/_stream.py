@@ -29,4 +29,6 @@ def stream_handle(stream, like):
         handle = getattr(stream, "cuda_stream", getattr(stream, "ptr", None))
     if not isinstance(handle, int):
         raise TypeError(f"stream: expected an int or a CUDA stream object, got {kind_of(stream)}.")
+    if not 0 <= handle < 2**63:
+        raise ValueError(f"stream: expected a handle of 64 bits, got {handle}.")
     return handle

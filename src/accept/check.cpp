@@ -31,7 +31,7 @@ void check_range(const Checker& check, const char* name, const TensorView& t, do
     for (std::int64_t j = 0; j < t.sizes[1]; ++j) {
       const double x = real_at(t, element_offset(t, r, j));
       if (!(x >= low && x <= high))  // NaN too
-        check.fail(name, expected, std::to_string(x) + " at [" + std::to_string(r) + ", " + std::to_string(j) + "]");
+        check.fail(name, expected, core::number_text(x) + " at [" + std::to_string(r) + ", " + std::to_string(j) + "]");
     }
 }
 
@@ -76,7 +76,7 @@ VerifyRejectionArgs check(const VerifyRejectionParams& p) {
   check.require(V >= 1, "target_probs", "at least one id", "shape " + shape_text(p.target_probs));
   check.arg("draft_probs", p.draft_probs).dtype(probabilities).shape({b, W.value() - 1, V}).same_device();
   check.arg("uniforms", p.uniforms).required().dtype({DType::kFloat32, DType::kFloat64}).shape({b, W}).same_device();
-  check_range(check, "uniforms", p.uniforms, 0, 1, "numbers in [0, 1)");
+  check_range(check, "uniforms", p.uniforms, 0, 1, "numbers in [0, 1]");
   check_lengths(check, "verify_lens", p.verify_lens, b, 1, W);
   check.arg("accept_lens", p.accept_lens).required().dtype(DType::kInt32).shape({b}).same_device().written();
   check.arg("out_tokens", p.out_tokens).required().dtype(p.candidates.dtype).shape({b, W}).same_device().written();
@@ -99,17 +99,17 @@ PlanVerifyLengthsArgs check(const PlanVerifyLengthsParams& p) {
     check.arg("steps_per_second", p.steps_per_second).required().dtype(reals).shape({n}).same_device();
   }
   check_lengths(check, "max_lens", p.max_lens, b, 1, kNoLimit);
-  check.arg("verify_lens", p.verify_lens).required().dtype(DType::kInt32).shape({b}).same_device().written();
+  check.arg("out", p.out).required().dtype(DType::kInt32).shape({b}).same_device().written();
   check.outputs_apart();
   if (table && core::host_reads(p.probe_tokens))
     for (std::int64_t i = 0; i < n; ++i) {
       const double speed = real_at(p.steps_per_second, i * p.steps_per_second.strides[0]);
       check.require(speed > 0 && speed < HUGE_VAL, "steps_per_second", "finite numbers > 0",
-                    std::to_string(speed) + " at " + std::to_string(i));
+                    core::number_text(speed) + " at " + std::to_string(i));
       check.require(i == 0 || core::load_index(p.probe_tokens, i - 1) < core::load_index(p.probe_tokens, i), "probe_tokens",
                     "ascending counts", std::to_string(core::load_index(p.probe_tokens, i)) + " at " + std::to_string(i));
     }
-  return {p.confidences, p.lagged_confidences, p.probe_tokens, p.steps_per_second, p.max_lens, p.verify_lens, b, G, table ? n.value() : 0};
+  return {p.confidences, p.lagged_confidences, p.probe_tokens, p.steps_per_second, p.max_lens, p.out, b, G, table ? n.value() : 0};
 }
 
 }  // namespace specstate::accept

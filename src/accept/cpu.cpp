@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "accept/args.hpp"
@@ -47,12 +48,15 @@ void load_masses(const TensorView& t, std::int64_t offset, std::int64_t n, doubl
   for (std::int64_t i = 0; i < n; ++i) to[i] = mass(real_at(t, offset + i * stride));
 }
 
-/// Inverse CDF in id order: the first id whose cumulative weight exceeds u * total, -1 if there is no weight. Negative weights are none.
+constexpr std::int64_t kNoMass = -1, kInfiniteTarget = -2, kInfiniteDraft = -3;  // in place of a token: nothing can be drawn
+
+/// Inverse CDF in id order: the first id whose cumulative weight exceeds u * total, kNoMass if there is none. Negative weights are none.
 std::int64_t draw(const std::vector<double>& weights, double u) {
   RunningSum total, sum;
   for (const double w : weights) total.add(mass(w));
+  if (std::isinf(total.value())) return kInfiniteTarget;
   const double threshold = u * total.value();
-  std::int64_t last = -1;
+  std::int64_t last = kNoMass;
   for (std::size_t id = 0; id < weights.size(); ++id) {
     const double below = sum.add(mass(weights[id]));
     if (!(weights[id] > 0)) continue;
@@ -63,7 +67,7 @@ std::int64_t draw(const std::vector<double>& weights, double u) {
 }
 
 struct Verdict {
-  std::int64_t accepted, token;  // token -1: nothing could be drawn
+  std::int64_t accepted, token;
 };
 
 Verdict judge(const VerifyRejectionArgs& x, std::int64_t r) {
@@ -78,7 +82,10 @@ Verdict judge(const VerifyRejectionArgs& x, std::int64_t r) {
     d = index_at(x.candidates, element_offset(x.candidates, r, a + 1));
     const bool in_range = d >= 0 && d < x.vocab;
     const double q = !in_range ? 0 : x.draft_probs.given() ? probability(x.draft_probs, a, d) : 1;
-    fell = !in_range || !(uniform(a) * q < probability(x.target_probs, a, d));
+    const double p = in_range ? probability(x.target_probs, a, d) : 0;
+    if (std::isinf(p)) return {a, kInfiniteTarget};
+    if (std::isinf(q)) return {a, kInfiniteDraft};
+    fell = !in_range || !(uniform(a) * q < p);
     if (fell) break;
   }
   const double u = uniform(x.width - 1);
@@ -89,11 +96,12 @@ Verdict judge(const VerifyRejectionArgs& x, std::int64_t r) {
     if (x.draft_probs.given()) {
       std::vector<double> q(x.vocab);
       load_masses(x.draft_probs, element_offset(x.draft_probs, r, a), x.vocab, q.data());
+      if (std::any_of(q.begin(), q.end(), [](double m) { return std::isinf(m); })) return {a, kInfiniteDraft};
       for (std::int64_t id = 0; id < x.vocab; ++id) p[id] -= q[id];
     } else if (d >= 0 && d < x.vocab) {
       p[d] -= 1;
     }
-    if (const std::int64_t token = draw(p, u); token >= 0) return {a, token};
+    if (const std::int64_t token = draw(p, u); token != kNoMass) return {a, token};
     load();  // no residual: the target itself
   }
   return {a, draw(p, u)};
@@ -109,10 +117,14 @@ void run(const VerifyRejectionArgs& x, Stream) {
   specstate::cpu::parallel_for(x.batch, 1 + 65536 / x.vocab, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t r = begin; r < end; ++r) verdicts[r] = judge(x, r);
   });
-  for (std::int64_t r = 0; r < x.batch; ++r)
-    if (verdicts[r].token < 0)
-      core::throw_value("verify_rejection: target_probs: expected rows with mass, got none in row [" + std::to_string(r) + ", " +
-                        std::to_string(verdicts[r].accepted) + "].");
+  for (std::int64_t r = 0; r < x.batch; ++r) {
+    const auto [accepted, token] = verdicts[r];
+    if (token >= 0) continue;
+    const std::string row = "row [" + std::to_string(r) + ", " + std::to_string(accepted) + "].";
+    if (token == kNoMass) core::throw_value("verify_rejection: target_probs: expected rows with mass, got none in " + row);
+    core::throw_value(std::string("verify_rejection: ") + (token == kInfiniteDraft ? "draft_probs" : "target_probs") +
+                      ": expected finite mass, got infinite mass in " + row);
+  }
   for (std::int64_t r = 0; r < x.batch; ++r) {
     for (std::int64_t j = 0; j < x.width; ++j) {
       std::int64_t token = 0;

@@ -1,5 +1,6 @@
 #pragma once
 // From a checked device to a backend.
+#include "core/float_env.hpp"
 #include "core/match.hpp"
 #include "specstate/supports.hpp"
 #include "specstate/tensor.hpp"
@@ -45,7 +46,9 @@ inline bool pinned(const TensorView& t) {
 template <class Cpu>
 void on_backend(const char* op, const Device& device, Cpu&& cpu) {
   if (device.type == DeviceType::kCuda) no_cuda(op);
-  if (!CheckOnly::active()) cpu();
+  if (CheckOnly::active()) return;
+  const DefaultFloatEnv env;
+  cpu();
 }
 
 /// The same for an operation with a CUDA form: `cuda` runs for CUDA tensors, with their GPU the current one. A build without CUDA

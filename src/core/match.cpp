@@ -1,6 +1,7 @@
 #include "core/match.hpp"
 
 #include <algorithm>
+#include <charconv>
 #include <cstdlib>
 #include <limits>
 
@@ -11,6 +12,14 @@ namespace specstate::core {
 void throw_value(const std::string& text) { throw Error(ErrorKind::kValue, text); }
 void throw_not_implemented(const std::string& text) { throw Error(ErrorKind::kNotImplemented, text); }
 void throw_runtime(const std::string& text) { throw Error(ErrorKind::kRuntime, text); }
+
+std::string number_text(double x) {
+  char text[32];
+  const auto narrow = static_cast<float>(x);
+  const auto end =
+      static_cast<double>(narrow) == x ? std::to_chars(text, text + sizeof text, narrow) : std::to_chars(text, text + sizeof text, x);
+  return std::string(text, end.ptr);
+}
 
 void rename(const Error& error, Names names) {
   std::string text = error.what();
@@ -193,14 +202,14 @@ void Checker::see(const char* name, const TensorView& t, bool written) {
     fail(name, "sizes of 0 or more", "shape " + shape_text(t));
   if (t.numel() == 0) return;
   if (t.data == nullptr) fail(name, "memory for shape " + shape_text(t), "a null pointer");
-  if (!seen_.empty() && seen_.back().name == name && seen_.back().t.data == t.data) {
+  if (!seen_.empty() && seen_.back().name == name && seen_.back().t.data == t.data && seen_.back().item == item_) {
     seen_.back().written |= written;
     return;
   }
   const auto [low, high] = extent(t);
   const auto address = reinterpret_cast<std::intptr_t>(t.data);
   if (seen_.empty()) seen_.reserve(32);
-  seen_.push_back({name, t, address + low, address + high, written});
+  seen_.push_back({name, t, address + low, address + high, written, item_});
 }
 
 void Checker::outputs_apart() const {
@@ -209,8 +218,9 @@ void Checker::outputs_apart() const {
     for (const Seen& other : seen_) {
       if (out.high <= other.low || other.high <= out.low) continue;
       if (other.written && &other > &out) continue;  // of two outputs the later one is named
-      if (std::string_view(out.name) == other.name || !may_overlap(out.t, other.t)) continue;
-      fail(out.name, "memory of its own", std::string("memory that overlaps ") + other.name);
+      const bool same_name = std::string_view(out.name) == other.name;
+      if ((same_name && out.item == other.item) || !may_overlap(out.t, other.t)) continue;
+      fail(out.name, "memory of its own", std::string("memory that overlaps ") + (same_name ? "another of them" : other.name));
     }
   }
 }

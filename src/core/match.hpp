@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/float_env.hpp"
 #include "specstate/error.hpp"
 #include "specstate/tensor.hpp"
 
@@ -23,6 +24,9 @@ namespace specstate::core {
 [[noreturn]] void throw_value(const std::string& text);
 [[noreturn]] void throw_not_implemented(const std::string& text);
 [[noreturn]] void throw_runtime(const std::string& text);
+
+/// A number as errors show it: the fewest digits that tell it from its neighbours (of float32, where it is one).
+std::string number_text(double x);
 
 /// A named size, unbound until the first shape that contains it.
 class Sym {
@@ -109,6 +113,9 @@ class Checker {
   /// What the call writes shares memory with nothing else that it was given: every argument that went through `same_device()` or
   /// `written()`, under another name. The names must still be alive.
   void outputs_apart() const;
+  /// Of a call over several items (layers) with the same argument names: what comes now belongs to the next one, and is kept apart
+  /// from the outputs of all.
+  void next_item() { ++item_; }
   const char* op() const { return op_; }
   /// Device of the first `same_device()` argument.
   const Device& device() const { return device_; }
@@ -120,11 +127,14 @@ class Checker {
     TensorView t;
     std::intptr_t low, high;  // addresses of its bytes
     bool written;
+    int item;
   };
   void see(const char* name, const TensorView& t, bool written);
 
+  DefaultFloatEnv env_;  // what a check computes from numbers does not depend on the caller's modes either
   const char* op_;
   std::vector<Seen> seen_;
+  int item_ = 0;
   Device device_{};
   const char* device_of_ = nullptr;
 };

@@ -28,7 +28,7 @@ void check_eps(const Checker& check, const TensorView& eps) {
   if (!core::host_reads(eps)) return;
   for (std::int64_t l = 0; l < eps.sizes[0]; ++l) {
     const float e = eps.as<float>()[l * eps.strides[0]];
-    if (!(e >= 0 && e < HUGE_VALF)) check.fail("eps", "finite numbers >= 0", std::to_string(e) + " at layer " + std::to_string(l));
+    if (!(e >= 0 && e < HUGE_VALF)) check.fail("eps", "finite numbers >= 0", core::number_text(e) + " at layer " + std::to_string(l));
   }
 }
 
@@ -82,8 +82,8 @@ std::vector<float> scales(Checker& check, const char* name, const TensorView& t,
     const std::int64_t offset = t.ndim == 0 ? 0 : l * t.strides[0];
     const double scale = t.dtype == DType::kFloat64 ? t.as<double>()[offset] : t.as<float>()[offset];
     values[l] = static_cast<float>(scale);
-    check.require(values[l] > 0 && values[l] < HUGE_VALF, name, "a finite float32 > 0", std::to_string(scale));
-    check.require(is_fp8(pool) || scale == 1.0, name, std::string("1 for a pool of ") + name_of(pool), std::to_string(scale));
+    check.require(values[l] > 0 && values[l] < HUGE_VALF, name, "a finite float32 > 0", core::number_text(scale));
+    check.require(is_fp8(pool) || scale == 1.0, name, std::string("1 for a pool of ") + name_of(pool), core::number_text(scale));
   }
   return values;
 }
@@ -143,7 +143,7 @@ MaterializeArgs check(const MaterializeIntoPoolParams& p) {
     check.arg("fc_weight", p.fc_weight).dtype(kFloats).shape({hidden, features}).same_device();
     check.arg("hidden_norm_weight", p.hidden_norm_weight).required().dtype(kFloats).shape({hidden}).same_device();
     check.require(p.hidden_norm_eps >= 0 && p.hidden_norm_eps < HUGE_VALF, "hidden_norm_eps", "a finite number >= 0",
-                  std::to_string(p.hidden_norm_eps));
+                  core::number_text(p.hidden_norm_eps));
   } else {
     check.require(!p.hidden_norm_weight.given(), "hidden_norm_weight", "none without fc_weight", "a tensor");
   }
@@ -191,6 +191,10 @@ MaterializeArgs check(const MaterializeIntoPoolParams& p) {
 
   const std::vector<TensorView> k = layer_views(check, "k_pool", p.k_pool, L, slots, N, D);
   const std::vector<TensorView> v = layer_views(check, "v_pool", p.v_pool, L, slots, N, Dv);
+  check.require(hidden >= 1 && p.ctx_hidden.sizes[1] >= 1, p.fc_weight.given() && hidden < 1 ? "fc_weight" : "ctx_hidden",
+                "at least one feature", "shape " + shape_text(p.fc_weight.given() && hidden < 1 ? p.fc_weight : p.ctx_hidden));
+  check.require(N >= 1, "k_pool", "at least one head", std::to_string(N));
+  check.require(Dv >= 1, "v_pool", "at least one channel", std::to_string(Dv));
   check.require(layer_columns(N, D, Dv) == C, p.projection.given() ? "projection" : "kv_weight",
                 "N*D + N*Dv = " + std::to_string(layer_columns(N, D, Dv)) + " rows a layer", std::to_string(C.value()));
 

@@ -12,6 +12,7 @@ KvProjection::KvProjection(const TensorView& kv_weight, const TensorView& kv_bia
   check.arg("kv_weight", kv_weight).required().dtype(floats).shape({L, C, hidden}).same_device();
   check.require(L >= 1 && kv_weight.device.type == DeviceType::kCpu, "kv_weight", "at least one layer, on the CPU",
                 "shape " + shape_text(kv_weight) + " on " + name_of(kv_weight.device));
+  check.require(C >= 1 && hidden >= 1, "kv_weight", "at least one row and one feature", "shape " + shape_text(kv_weight));
   check.arg("kv_bias", kv_bias).dtype(floats).shape({L, C}).same_device();
 
   auto packed = std::make_shared<Packed>();

@@ -42,11 +42,6 @@ Index device_index(const TensorView& t) {
   return a;
 }
 
-std::string text(double x) {
-  std::string s = std::to_string(x);
-  return s;
-}
-
 /// [.., n*k] as [.., n, k], without copying.
 TensorView split_last(const TensorView& t, std::int64_t n, std::int64_t k) {
   TensorView r = t;
@@ -99,6 +94,27 @@ class SeenOnce {
   const char* name_;
   const char* what_;
   std::vector<std::int64_t> ids_;
+};
+
+/// A track slot is nobody's: not even that of a request of the call that commits nothing, whose past would be lost.
+class TrackApart {
+ public:
+  TrackApart(const Checker& check, const char* name) : check_(check), name_(name) {}
+  void request(std::int64_t slot) { slots_.push_back(slot); }
+  void track(std::int64_t slot, std::int64_t at) { tracks_.emplace_back(slot, at); }
+  void finish() {
+    if (tracks_.empty()) return;
+    std::sort(slots_.begin(), slots_.end());
+    for (const auto& [slot, at] : tracks_)
+      check_.require(!std::binary_search(slots_.begin(), slots_.end(), slot), name_, "slots that are no request's of the call",
+                     std::to_string(slot) + " at " + std::to_string(at));
+  }
+
+ private:
+  const Checker& check_;
+  const char* name_;
+  std::vector<std::int64_t> slots_;
+  std::vector<std::pair<std::int64_t, std::int64_t>> tracks_;  // slot, place
 };
 
 /// One place for what verify and decode share. After it `a` holds everything but the outputs of verify.
@@ -180,12 +196,15 @@ struct StepCheck {
     check.arg("onorm_gate", gate).dtype(floats).shape({T, HV, V}).same_device().inner_contiguous(1);
     check.arg("onorm_weight", p.onorm_weight).dtype(DType::kFloat32).shape({V}).same_device();
     const auto number = [&](const char* name, double x, bool ok, const char* expected) {
-      if (!ok) check.fail(name, expected, text(x));
+      if (!ok) check.fail(name, expected, core::number_text(x));
     };
-    if (p.onorm_eps) number("onorm_eps", *p.onorm_eps, std::isfinite(*p.onorm_eps) && *p.onorm_eps >= 0, "a finite number >= 0");
-    if (p.lower_bound) number("lower_bound", *p.lower_bound, std::isfinite(*p.lower_bound) && *p.lower_bound < 0, "a finite number < 0");
-    if (p.scale) number("scale", *p.scale, std::isfinite(*p.scale) && *p.scale > 0, "a finite number > 0");
-    number("softplus_beta", p.softplus_beta, std::isfinite(p.softplus_beta) && p.softplus_beta > 0, "a finite number > 0");
+    // Computed with as float32: what is finite or positive there.
+    const auto finite = [](double x) { return std::isfinite(static_cast<float>(x)); };
+    if (p.onorm_eps) number("onorm_eps", *p.onorm_eps, finite(*p.onorm_eps) && *p.onorm_eps >= 0, "a finite float32 >= 0");
+    if (p.lower_bound)
+      number("lower_bound", *p.lower_bound, finite(*p.lower_bound) && static_cast<float>(*p.lower_bound) < 0, "a finite float32 < 0");
+    if (p.scale) number("scale", *p.scale, finite(*p.scale) && static_cast<float>(*p.scale) > 0, "a finite float32 > 0");
+    number("softplus_beta", p.softplus_beta, finite(p.softplus_beta) && static_cast<float>(p.softplus_beta) > 0, "a finite float32 > 0");
     number("softplus_threshold", p.softplus_threshold, !std::isnan(p.softplus_threshold), "a number");
 
     check.arg("out", out).required().dtype(act).shape({T, HV, V}).same_device().inner_contiguous(1).written();
@@ -386,7 +405,8 @@ VerifyArgs check(const DecodeParams& p, const char* op) {
 
 namespace {
 
-/// Refuses an accepted entry that no verify has recorded: beta is a sigmoid, so never NaN, and an entry of only zeros has no gate.
+/// Refuses an accepted entry that no verify has recorded: beta is a sigmoid, so never NaN, and a log decay is minus something, so never +0
+/// (a gate that closed to nothing is -0): an entry of +0 alone is memory that nobody has written.
 void check_recorded(const Checker& check, const FoldArgs& a) {
   for (std::int64_t layer = 0; layer < a.layers; ++layer)
     for (const FoldRequest& r : a.requests)
@@ -400,7 +420,7 @@ void check_recorded(const Checker& check, const FoldArgs& a) {
         }
         for (std::int64_t h = 0; h < a.HV && blank; ++h)
           for (std::int64_t d = 0; d < (a.scalar_gate ? 1 : a.K) && blank; ++d)
-            blank = load(a.ring_g, at(a.ring_g, layer, r.slot, h, t, d)) == 0;
+            blank = core::bits_of(load(a.ring_g, at(a.ring_g, layer, r.slot, h, t, d))) == 0;
         for (std::int64_t h = 0; h < a.H && blank; ++h)
           for (std::int64_t d = 0; d < a.K && blank; ++d) blank = load(a.rawk, at(a.rawk, layer, r.slot, h, t, d)) == 0;
         check.require(!blank, "rings.beta", "recorded values for the accepted tokens (verify in ring mode comes first)",
@@ -441,6 +461,7 @@ FoldArgs check(const FoldParams& p, const char* op) {
   check.arg("rings.rawv", p.rings.rawv).required().dtype({DType::kBFloat16, DType::kFloat32});
   a.scalar_gate = p.rings.g.given() && p.rings.g.ndim == (has_layers ? 4 : 3);
   check_rings(check, p.rings, p.rings.rawv.dtype, a.scalar_gate, has_layers ? 1 : 0, layers, slots, HV, H, L, V, K, false);
+  check.require(HV >= 1, "state", "at least one head", "shape " + shape_text(p.state));
   check.require(H >= 1 && HV % H == 0, "rings.rawk", "a number of heads that divides HV=" + std::to_string(HV), std::to_string(H));
   check.require(slots >= pool, "rings.rawv", "at least pool=" + std::to_string(pool) + " slots", std::to_string(slots));
   check_index(check, "slots", p.slots, N);
@@ -463,6 +484,7 @@ FoldArgs check(const FoldParams& p, const char* op) {
   if (!host_reads(p.state)) return a;
 
   SeenOnce once(check, "slots", "slots and track slots that are written at most once");
+  TrackApart apart(check, "track");
   const std::string range = "slots below pool=" + std::to_string(pool) + ", or <= " + std::to_string(p.null_slot) + " to skip";
   for (std::int64_t i = 0; i < N; ++i) {
     const std::int64_t slot = load_index(p.slots, i), accept = load_index(p.accept, i);
@@ -470,6 +492,7 @@ FoldArgs check(const FoldParams& p, const char* op) {
     const bool padding = slot <= p.null_slot;
     check.require(padding || accept <= L, "accept", "at most L=" + std::to_string(L) + " tokens",
                   std::to_string(accept) + " at " + std::to_string(i));
+    if (!padding) apart.request(slot);
     if (padding || accept <= 0) continue;
     FoldRequest r{slot, accept, -1, -1};
     if (p.track.given()) {
@@ -479,26 +502,27 @@ FoldArgs check(const FoldParams& p, const char* op) {
       if (track > p.null_slot && at_step >= 0 && at_step < accept) {
         r.track = track, r.track_step = at_step;
         once.add(track);
+        apart.track(track, i);
       }
     }
     once.add(slot);
     a.requests.push_back(r);
   }
   once.finish();
+  apart.finish();
   check_recorded(check, a);
   return a;
 }
 
 std::vector<RollbackArgs> check(const RollbackConvWindowsParams* params, std::int64_t count) {
   std::vector<RollbackArgs> all;
+  Checker check("rollback_conv_windows");  // of all items: no pool may hold what another one's windows or indices are read from
   for (std::int64_t i = 0; i < count; ++i) {
     const RollbackConvWindowsParams& p = params[i];
-    Checker check("rollback_conv_windows");
+    check.next_item();
     Sym pool("pool"), C("C"), rows("rows"), steps("steps"), N("N");
     check.arg("conv_pools", p.pool).required().dtype({DType::kBFloat16, DType::kFloat32}).shape({pool, C, kWindow}).same_device().written();
     check.arg("intermediate_windows", p.windows).required().dtype(p.pool.dtype).shape({rows, steps, C, kWindow}).same_device();
-    for (std::int64_t j = 0; j < i; ++j)
-      check.require(!core::may_overlap(p.pool, params[j].pool), "conv_pools", "memory of its own", "memory that overlaps another pool");
     check_index(check, "slots", p.slots, N);
     check_index(check, "last_correct_step", p.last_correct_step, N);
     if (p.rows.given()) check.arg("rows", p.rows).dtype({DType::kInt32, DType::kInt64}).shape({Dim::at_least(N, "N")}).same_device();
@@ -507,7 +531,6 @@ std::vector<RollbackArgs> check(const RollbackConvWindowsParams* params, std::in
       check_index(check, "track_slots", p.track_slots, N);
       check_index(check, "track_steps", p.track_steps, N);
     }
-    check.outputs_apart();
     RollbackArgs a{};
     a.pool = array(p.pool), a.windows = array(p.windows);
     a.channels = C, a.N = N, a.slot_count = pool, a.row_count = rows, a.steps = steps;
@@ -515,8 +538,9 @@ std::vector<RollbackArgs> check(const RollbackConvWindowsParams* params, std::in
     a.track_slots = device_index(p.track_slots), a.track_steps = device_index(p.track_steps);
     if (host_reads(p.pool)) {
       SeenOnce once(check, "slots", "slots and track slots that are written at most once");
+      TrackApart apart(check, "track_slots");
       const auto add = [&](const char* slot_name, const char* step_name, std::int64_t n, std::int64_t slot, std::int64_t step) {
-        if (slot < 0 || step < 0) return;
+        if (slot < 0 || step < 0) return false;
         const std::int64_t row = p.rows.given() ? load_index(p.rows, n) : n;
         check.require(slot < pool, slot_name, "slots below pool=" + std::to_string(pool) + ", or < 0 to skip",
                       std::to_string(slot) + " at " + std::to_string(n));
@@ -526,15 +550,21 @@ std::vector<RollbackArgs> check(const RollbackConvWindowsParams* params, std::in
                       std::to_string(row) + " at " + std::to_string(n));
         once.add(slot);
         a.copies.push_back({slot, row, step});
+        return true;
       };
       for (std::int64_t n = 0; n < N; ++n) {
         add("slots", "last_correct_step", n, load_index(p.slots, n), load_index(p.last_correct_step, n));
-        if (p.track_slots.given()) add("track_slots", "track_steps", n, load_index(p.track_slots, n), load_index(p.track_steps, n));
+        apart.request(load_index(p.slots, n));
+        if (!p.track_slots.given()) continue;
+        const std::int64_t track = load_index(p.track_slots, n);
+        if (add("track_slots", "track_steps", n, track, load_index(p.track_steps, n))) apart.track(track, n);
       }
       once.finish();
+      apart.finish();
     }
     all.push_back(std::move(a));
   }
+  check.outputs_apart();
   return all;
 }
 
@@ -606,7 +636,7 @@ void check_fused_contract(const VerifyParams& p) {
                                 {"rows", &p.rows},
                                 {"slots", &p.slots}})
     check.arg(name, *t).required();
-  check.require(p.lower_bound.has_value(), "lower_bound", "a finite number < 0", "none");
+  check.require(p.lower_bound.has_value(), "lower_bound", "a finite float32 < 0", "none");
   for (const auto& [name, t] : {std::pair{"conv_q", &p.conv_q}, {"conv_k", &p.conv_k}, {"conv_v", &p.conv_v}})
     check.arg(name, *t).shape({Dim::any("scratch"), Dim::at_least(W, "steps"), H * D, kWindow});
 }

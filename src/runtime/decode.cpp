@@ -251,7 +251,7 @@ void Run::schedule(int drafter, const std::vector<int>& active, std::vector<int>
   p.probe_tokens = TensorView(probes.data(), DType::kInt32, {n});
   p.steps_per_second = TensorView(speed.data(), DType::kFloat64, {n});
   p.max_lens = TensorView(caps.data(), DType::kInt32, {b});
-  p.verify_lens = TensorView(planned.data(), DType::kInt32, {b});
+  p.out = TensorView(planned.data(), DType::kInt32, {b});
   accept::plan_verify_lengths(p);
   lens.assign(planned.begin(), planned.end());
   for (std::int64_t i = 0; i < b; ++i) std::copy_n(proposals_.confidence.begin() + i * G, G, lagged_.begin() + active[at(i)] * G);

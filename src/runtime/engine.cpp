@@ -3,6 +3,7 @@
 
 #include <cmath>
 
+#include "core/float_env.hpp"
 #include "core/match.hpp"
 #include "runtime/decode.hpp"
 
@@ -26,6 +27,7 @@ int Engine::top_k() const { return impl_->model.target.config.top_k; }
 int Engine::window(Mode mode) const { return window_of(impl_->model, mode); }
 
 Report Engine::generate(const std::vector<std::string>& prompts, const GenerateOptions& options, const Callbacks& callbacks) {
+  const core::DefaultFloatEnv env;
   const auto require = [](bool ok, const char* argument, const std::string& expected, const std::string& got) {
     if (!ok) core::throw_value(fmt::format("generate: {}: expected {}, got {}.", argument, expected, got));
   };

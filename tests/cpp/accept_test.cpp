@@ -119,7 +119,7 @@ RC_GTEST_PROP(Plan, SpendsTheBudgetOnPrefixesInOrderOfSurvival, ()) {
   p.confidences = TensorView(c.data(), DType::kFloat32, {b, G});
   p.probe_tokens = TensorView(probes.data(), DType::kInt64, {2});
   p.steps_per_second = TensorView(speeds.data(), DType::kFloat64, {2});
-  p.verify_lens = TensorView(lens.data(), DType::kInt32, {b});
+  p.out = TensorView(lens.data(), DType::kInt32, {b});
   plan_verify_lengths(p);
 
   std::int64_t spent = 0, choosable = 0;

@@ -1,11 +1,17 @@
 // Every parallel operation on executors of plain threads: the same bytes at any number of threads, and under ThreadSanitizer no race.
 #include <gtest/gtest.h>
 #include <unistd.h>
+#if defined(__SSE2__)
+#include <xmmintrin.h>
+#endif
 
+#include <cfenv>
 #include <cmath>
 #include <cstring>
 #include <filesystem>
+#include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "core/numeric.hpp"
@@ -247,6 +253,99 @@ TEST(Threads, EngineGenerates) {
       return all;
     });
   std::filesystem::remove_all(folder);
+}
+
+/// Bad modes of floating point for the thread that makes it, while it lives: rounds down, flushes subnormals where the machine can.
+class HostileModes {
+ public:
+  HostileModes() {
+    std::fegetenv(&before_);
+    std::fesetround(FE_DOWNWARD);
+#if defined(__SSE2__)
+    _mm_setcsr(_mm_getcsr() | 0x8040);
+#endif
+  }
+  ~HostileModes() { std::fesetenv(&before_); }
+  HostileModes(const HostileModes&) = delete;
+  HostileModes& operator=(const HostileModes&) = delete;
+
+ private:
+  std::fenv_t before_;
+};
+
+/// Two threads, each with modes of its own.
+class HostileExecutor final : public Executor {
+ public:
+  void parallel_for(std::int64_t n, std::int64_t grain, Body body, void* context) override {
+    const std::int64_t half = std::min(n, std::max(grain, n / 2));
+    std::thread other([&] {
+      const HostileModes modes;
+      body(context, 0, half);
+    });
+    if (half < n) body(context, half, n);
+    other.join();
+    ++calls;
+  }
+  int concurrency() const override { return 2; }
+  int calls = 0;
+};
+
+template <class F>
+void same_bytes_in_any_modes(F&& operation) {
+  const std::vector<std::byte> want = operation();
+  HostileExecutor hostile;
+  for (const bool caller : {false, true}) {
+    const InjectedExecutor injected(hostile);
+    std::optional<HostileModes> modes;
+    if (caller) modes.emplace();
+#if defined(__SSE2__)
+    const unsigned before = _mm_getcsr() & 0xFFC0;
+#endif
+    const std::vector<std::byte> got = operation();
+#if defined(__SSE2__)
+    EXPECT_EQ(_mm_getcsr() & 0xFFC0, before) << "the caller's modes are the caller's";
+#endif
+    EXPECT_EQ(std::fegetround(), caller ? FE_DOWNWARD : FE_TONEAREST);
+    ASSERT_EQ(got.size(), want.size());
+    EXPECT_TRUE(std::memcmp(got.data(), want.data(), want.size()) == 0) << (caller ? "the caller's modes" : "a worker's modes");
+  }
+  EXPECT_GT(hostile.calls, 0);
+}
+
+TEST(Modes, MatrixProduct) {
+  const std::int64_t n = 3000, k = 257;
+  for (const std::int64_t rows : {1, 5}) {
+    const Tensor w = floats(DType::kFloat32, {n, k}, 1), x = floats(DType::kFloat32, {rows, k}, 2);
+    same_bytes_in_any_modes([&] {
+      const cpu::PackedMatrix packed(w.view.data, n, k, DType::kFloat32);
+      Tensor y = zeros(DType::kFloat32, {rows, n});
+      cpu::matmul(packed, x.view.as<float>(), k, rows, y.view.as<float>(), n);
+      return y.memory;
+    });
+  }
+}
+
+TEST(Modes, KdaDecodesSubnormalsToo) {
+  KdaCall tiny;
+  for (std::int64_t i = 0; i < tiny.state.view.numel(); ++i) tiny.state.view.as<float>()[i] *= 1e-38f;
+  for (std::int64_t i = 0; i < tiny.v.view.numel(); ++i) tiny.v.view.as<float>()[i] *= 1e-38f;
+  const std::vector<std::byte> state = tiny.state.memory;
+  same_bytes_in_any_modes([&] {
+    KdaCall c;
+    c.state.memory = state, c.state.view.data = c.state.memory.data();
+    kda::DecodeParams p;
+    c.fill(p);
+    kda::decode(p);
+    return c.written();
+  });
+  same_bytes_in_any_modes([] {
+    KdaCall c;
+    kda::VerifyParams p;
+    c.fill(p);
+    p.scale = 0.1, p.rings = c.rings();
+    kda::verify(p);
+    return c.written();
+  });
 }
 
 TEST(Executor, CoversTheRangeOnceWithPiecesOfTheGrain) {

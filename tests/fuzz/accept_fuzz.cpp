@@ -46,7 +46,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
         p.steps_per_second = call.unit(uniform, {n});
       }
       if (input.flip()) p.max_lens = call.in(lens, {b}, {1, W + 2});
-      p.verify_lens = call.out(DType::kInt32, {b});
+      p.out = call.out(DType::kInt32, {b});
       return call.run([&] { accept::plan_verify_lengths(p); });
     }
   }

@@ -247,7 +247,7 @@ void plan_case(std::int64_t b, std::int64_t g, std::int64_t probes, bool lagged,
   on_both(
       [&](Where where, Stream stream) {
         PlanVerifyLengthsParams p;
-        p.confidences = now.view(where), p.verify_lens = lens.view(where);
+        p.confidences = now.view(where), p.out = lens.view(where);
         if (lagged) p.lagged_confidences = before.view(where);
         if (probes > 0) p.probe_tokens = tokens.view(where), p.steps_per_second = speed.view(where);
         if (capped) p.max_lens = caps.view(where);
@@ -274,7 +274,7 @@ TEST(AcceptGpu, PlansPaddingRowsAndLimits) {
   Pair<float> c({3, 2}, {1, 1, 0.9f, 7, 1, 1}), speed({1}, {5});  // 7: counts as 1
   Pair<std::int32_t> caps({3}, {0, 9, -4}), lens({3}), tokens({1}, {1});
   PlanVerifyLengthsParams p;
-  p.confidences = c.view(Where::kDevice), p.max_lens = caps.view(Where::kDevice), p.verify_lens = lens.view(Where::kDevice);
+  p.confidences = c.view(Where::kDevice), p.max_lens = caps.view(Where::kDevice), p.out = lens.view(Where::kDevice);
   p.probe_tokens = tokens.view(Where::kDevice), p.steps_per_second = speed.view(Where::kDevice);
   plan_verify_lengths(p);
   SPECSTATE_GPU(cudaDeviceSynchronize());
@@ -283,7 +283,7 @@ TEST(AcceptGpu, PlansPaddingRowsAndLimits) {
   EXPECT_EQ(lens.difference(), "");
   Pair<float> many({20000, 2});
   Pair<std::int32_t> many_lens({20000});
-  p.max_lens = {}, p.confidences = many.view(Where::kDevice), p.verify_lens = many_lens.view(Where::kDevice);
+  p.max_lens = {}, p.confidences = many.view(Where::kDevice), p.out = many_lens.view(Where::kDevice);
   try {
     plan_verify_lengths(p);
     FAIL();

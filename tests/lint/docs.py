@@ -26,6 +26,8 @@ def check(root):
     found = []
     for path, relative in matching(root, ".md"):
         content = FENCE.sub("", text(path) or "")
+        for line in re.findall(r"^#+[^#\s].*$", content, re.M):
+            found.append(f"{relative}: {line!r} is no heading without a space (formatted as C++?)")
         for link in LINK.findall(content):
             if re.match(r"[a-z]+:", link):
                 continue

@@ -160,6 +160,11 @@ def rejection_call(**changes):
 OUT = rejection_call()["out"]
 
 
+def put(a, at, value):
+    a[at] = value
+    return a
+
+
 @pytest.mark.parametrize(
     "changes, text",
     [
@@ -172,15 +177,23 @@ OUT = rejection_call()["out"]
         ({"draft_probs": np.ones((2, 3, 4))}, "draft_probs: expected shape [b=2, 2, V=4], got (2, 3, 4)."),
         ({"draft_probs": np.ones((2, 2, 5))}, "draft_probs: expected shape [b=2, 2, V=4], got (2, 2, 5)."),
         ({"uniforms": np.full((2, 2), 0.5)}, "uniforms: expected shape [b=2, W=3], got (2, 2)."),
-        ({"uniforms": np.full((2, 3), -0.5)}, "uniforms: expected numbers in [0, 1), got -0.500000 at [0, 0]."),
-        ({"uniforms": np.full((2, 3), np.nan)}, "uniforms: expected numbers in [0, 1), got nan at [0, 0]."),
-        ({"uniforms": np.full((2, 3), 1.5, np.float32)}, "uniforms: expected numbers in [0, 1), got 1.500000 at [0, 0]."),
+        ({"uniforms": np.full((2, 3), -0.5)}, "uniforms: expected numbers in [0, 1], got -0.5 at [0, 0]."),
+        ({"uniforms": np.full((2, 3), np.nan)}, "uniforms: expected numbers in [0, 1], got nan at [0, 0]."),
+        ({"uniforms": np.full((2, 3), np.nextafter(np.float32(1), np.float32(2)))}, "uniforms: expected numbers in [0, 1], got 1.0000001 at [0, 0]."),
+        ({"uniforms": np.full((2, 3), -1e-50)}, "uniforms: expected numbers in [0, 1], got -1e-50 at [0, 0]."),
+        ({"uniforms": np.full((2, 3), 1.5, np.float32)}, "uniforms: expected numbers in [0, 1], got 1.5 at [0, 0]."),
         ({"verify_lens": np.array([3, 4])}, "verify_lens: expected lengths in 1..3, got 4 at row 1."),
         ({"verify_lens": np.array([3.0, 3.0])}, "verify_lens: expected dtype int32 or int64, got float64."),
         ({"out": (OUT[0].astype(np.int64), OUT[1])}, "accept_lens: expected dtype int32, got int64."),
         ({"out": (OUT[0], OUT[1].astype(np.int64))}, "out_tokens: expected dtype int32, got int64."),
         ({"out": (OUT[0], np.broadcast_to(OUT[1][:1], (2, 3)).view())}, None),
         ({"target_probs": np.concatenate([np.full((2, 2, 4), 0.25), np.zeros((2, 1, 4))], 1), "uniforms": np.zeros((2, 3))}, "target_probs: expected rows with mass, got none in row [0, 2]."),
+        # An infinite test, an infinite draw, a sum that overflows, an infinite draft (in the test and in the residual).
+        ({"target_probs": np.full((2, 3, 4), np.inf)}, "target_probs: expected finite mass, got infinite mass in row [0, 0]."),
+        ({"target_probs": put(np.full((2, 3, 4), 0.25), (0, 2, 3), np.inf), "uniforms": np.zeros((2, 3))}, "target_probs: expected finite mass, got infinite mass in row [0, 2]."),
+        ({"target_probs": put(np.full((2, 3, 4), 0.25), (1, 2), 1e308), "uniforms": np.zeros((2, 3))}, "target_probs: expected finite mass, got infinite mass in row [1, 2]."),
+        ({"draft_probs": put(np.full((2, 2, 4), 0.25), (0, 0, 1), np.inf)}, "draft_probs: expected finite mass, got infinite mass in row [0, 0]."),
+        ({"draft_probs": put(np.full((2, 2, 4), 1.0), (0, 0, 3), np.inf)}, "draft_probs: expected finite mass, got infinite mass in row [0, 0]."),
     ],
 )  # fmt: skip
 def test_rejection_errors_name_the_argument_and_write_nothing(changes, text):
@@ -394,15 +407,15 @@ def test_plan_examples():
     [
         ((np.zeros(3),), {}, "confidences: expected shape [b, G], got (3,)."),
         ((np.zeros((2, 3), int),), {}, "confidences: expected dtype float32 or float64, got int64."),
-        ((np.full((2, 3), 1.5),), {}, "confidences: expected numbers in [0, 1], got 1.500000 at [0, 0]."),
+        ((np.full((2, 3), 1.5),), {}, "confidences: expected numbers in [0, 1], got 1.5 at [0, 0]."),
         ((np.full((2, 3), np.nan),), {}, "confidences: expected numbers in [0, 1], got nan at [0, 0]."),
         ((np.zeros((2, 3)), np.array([1])), {}, "steps_per_second: expected a tensor, got none."),
         ((np.zeros((2, 3)), None, np.array([1.0])), {}, "probe_tokens: expected a tensor, got none."),
         ((np.zeros((2, 3)), np.array([], int), np.array([])), {}, "probe_tokens: expected at least one probe, got shape (0,)."),
         ((np.zeros((2, 3)), np.array([2, 2]), np.array([1.0, 1])), {}, "probe_tokens: expected ascending counts, got 2 at 1."),
-        ((np.zeros((2, 3)), np.array([1, 2]), np.array([1.0, 0])), {}, "steps_per_second: expected finite numbers > 0, got 0.000000 at 1."),
+        ((np.zeros((2, 3)), np.array([1, 2]), np.array([1.0, 0])), {}, "steps_per_second: expected finite numbers > 0, got 0 at 1."),
         ((np.zeros((2, 3)), np.array([1, 2]), np.array([1.0])), {}, "steps_per_second: expected shape [n=2], got (1,)."),
-        ((np.zeros((2, 3)),), {"lagged_confidences": np.full((2, 3), 2.0)}, "lagged_confidences: expected numbers up to 1 (below 0: unknown), got 2.000000 at [0, 0]."),
+        ((np.zeros((2, 3)),), {"lagged_confidences": np.full((2, 3), 2.0)}, "lagged_confidences: expected numbers up to 1 (below 0: unknown), got 2 at [0, 0]."),
         ((np.zeros((2, 3)),), {"lagged_confidences": np.zeros((2, 2))}, "lagged_confidences: expected shape [b=2, G=3], got (2, 2)."),
         ((np.zeros((2, 3)),), {"max_lens": np.array([0, 1])}, "max_lens: expected lengths >= 1, got 0 at row 0."),
     ],
@@ -413,3 +426,15 @@ def test_plan_errors(args, kwargs, text):
         accept.plan_verify_lengths(*args, **kwargs, out=out)
     assert str(e.value) == "plan_verify_lengths: " + text
     assert (out == 77).all()
+
+
+def test_infinite_mass_that_decides_nothing_is_not_looked_at():
+    case = rejection_call(uniforms=np.array([[1, 0, 0.5], [1, 0, 0.5]]), draft_probs=np.full((2, 2, 4), 0.5), verify_lens=np.array([1, 2]))
+    case["target_probs"][0, 1:] = case["target_probs"][1, 2:] = np.inf
+    accept_lens, _ = accept.verify_rejection(**case)
+    assert accept_lens.tolist() == [1, 1]
+
+
+def test_plan_names_its_result():
+    with pytest.raises(ValueError, match=r"plan_verify_lengths: out: expected shape \[b=2\], got \(3,\)\."):
+        accept.plan_verify_lengths(np.zeros((2, 3)), out=np.zeros(3, np.int32))

@@ -143,3 +143,18 @@ def test_materialize_helper():
     for name in call:
         for wrong in WRONG:
             refuses(lambda: helper.materialize(**{**call, name: wrong}), name)
+
+
+def test_arrays_that_dlpack_cannot_say():
+    """Fields of structured arrays that step by parts of an element, long doubles; streams of more than 64 bits."""
+    field = np.zeros((2, 3), [("a", "i4"), ("b", "i1")])["a"]
+    for odd in (field, np.zeros((2, 3), np.longdouble), np.zeros((2, 3), np.clongdouble)):
+        call = dict(candidates=odd, target_argmax=np.zeros((2, 3), np.int32))
+        with pytest.raises(ValueError, match="^candidates: expected .*, got ") as raised:
+            specstate.accept.verify_greedy(**call, out=(np.zeros(2, np.int32), np.zeros((2, 3), np.int32)))
+        assert specstate.supports("verify_greedy", **call, out=(np.zeros(2, np.int32), np.zeros((2, 3), np.int32))) == (False, str(raised.value))
+    whole = np.zeros((2, 3), [("a", "i4"), ("b", "i4")])["a"]
+    specstate.accept.verify_greedy(whole, whole.copy())
+    for stream in (2**70, -1):
+        with pytest.raises(ValueError, match=f"^stream: expected a handle of 64 bits, got {stream}"):
+            specstate.accept.verify_greedy(whole, whole.copy(), stream=stream)

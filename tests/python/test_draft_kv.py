@@ -294,10 +294,12 @@ ERRORS = [
     (put("weight", lambda p: p.weight[:0]), "kv_weight: expected at least one layer, got shape (0, 32, 24)."),
     (put("weight", lambda p: p.weight[:, :31]), "kv_weight: expected N*D + N*Dv = 32 rows a layer, got 31."),
     (kwarg("kv_bias", np.zeros((2, 31), np.float32)), "kv_bias: expected shape [L=2, N*D + N*Dv=32], got (2, 31)."),
+    (put("pool_list", lambda p: [x[:, :, :0] for x in p.pool_list]), "k_pool: expected at least one head, got 0."),
+    (put("pool_list", lambda p: [p.pool_list[0], p.pool_list[1][..., :0]]), "v_pool: expected at least one channel, got 0."),
     (put("norm", lambda p: p.norm[:1]), "k_norm_weight: expected shape [L=2, D], got (1, 8)."),
     (put("eps", lambda p: p.eps.astype(np.float64)), "eps: expected dtype float32, got float64."),
     (put("eps", lambda p: p.eps[:1]), "eps: expected shape [L=2], got (1,)."),
-    (put("eps", lambda p: np.array([1e-6, -1], np.float32)), "eps: expected finite numbers >= 0, got -1.000000 at layer 1."),
+    (put("eps", lambda p: np.array([1e-6, -1], np.float32)), "eps: expected finite numbers >= 0, got -1 at layer 1."),
     (put("rope", lambda p: p.rope[0]), "cos_sin_cache: expected shape [P, R], got (8,)."),
     (put("rope", lambda p: p.rope[None]), "cos_sin_cache: expected shape [L=2, P, R], got (1, 64, 8)."),
     (put("rope", lambda p: p.rope[:, :7]), "cos_sin_cache: expected an even rotary width of 2..8, got shape (64, 7)."),
@@ -312,9 +314,9 @@ ERRORS = [
     (poke("loc", 3, 32), "slot_mapping: expected slots below 32, got 32 at row 3."),
     (poke("positions", 4, 64), "positions: expected rows of cos_sin_cache, 0..63, got 64 at row 4."),
     (poke("positions", 4, -1), "positions: expected rows of cos_sin_cache, 0..63, got -1 at row 4."),
-    (kwarg("k_scale", 0.5), "k_scale: expected 1 for a pool of float32, got 0.500000."),
+    (kwarg("k_scale", 0.5), "k_scale: expected 1 for a pool of float32, got 0.5."),
     (kwarg("v_scale", np.ones(3, np.float32)), "v_scale: expected a number or shape [L=2], got (3,)."),
-    (kwarg("v_scale", np.array([1, 0], np.float32)), "v_scale: expected a finite float32 > 0, got 0.000000."),
+    (kwarg("v_scale", np.array([1, 0], np.float32)), "v_scale: expected a finite float32 > 0, got 0."),
     (kwarg("k_scale", np.ones(2, np.int32)), "k_scale: expected dtype float32 or float64, got int32."),
     (put("pool_list", lambda p: [p.pool_list[0][:1], p.pool_list[1]]), "k_pool: expected shape [2, slots, N, D=8], got (1, 32, 2, 8)."),
     (put("pool_list", lambda p: [p.pool_list[0][0], p.pool_list[1]]), "k_pool: expected one tensor [L, slots, N, D] or one [slots, N, D] for each of 2 layers, got shape (32, 2, 8)."),
@@ -478,3 +480,15 @@ def test_fused_norm_rope_of_no_tokens():
     case = fused_case() | {"kv": Z((0, 2, 32), np.float32), "k_out": None, "v_out": None, "eps": Z(9, np.float32), "rotary_dim": 99}
     k, v = draft_kv.fused_norm_rope_stacked(**case)
     assert k.shape == v.shape == (2, 0, 2, 8)
+
+
+def test_nothing_to_project():
+    """Neither features nor heads: an error, not a division by zero."""
+    f = np.float32
+    rest = (np.ones((1, 4), f), np.ones(1, f), np.ones((6, 4), f), np.arange(4, dtype=np.int32), None)
+    for features, rows, heads, name in ((8, 0, 0, "k_pool"), (0, 8, 1, "ctx_hidden")):
+        pools = np.zeros((1, 9, heads, 4), f), np.zeros((1, 9, heads, 4), f)
+        with pytest.raises(ValueError, match=f"materialize_into_pool: {name}: expected at least one"):
+            draft_kv.materialize_into_pool(np.ones((4, features), f), np.ones((1, rows, features), f), *rest, *pools)
+        with pytest.raises(ValueError, match="kv_weight: expected at least one row and one feature"):
+            draft_kv.KvProjection(np.ones((1, rows, features), f))

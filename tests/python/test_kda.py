@@ -625,3 +625,33 @@ def test_arrays_that_need_no_word_give_the_same():
             operation(name)(**arguments)
         for (path, want), (_, got) in zip(leaves(plain), leaves(wrapped), strict=True):
             np.testing.assert_array_equal(got, want, err_msg=f"{name} {path}")
+
+
+def test_a_track_slot_is_nobodys_in_the_call():
+    a = act(case(20, N=2, width=3, pool_extra=2, H=1), F32)
+    rings, _, _ = buffers(a)
+    call(a, rings=rings)
+    state, (one, other) = a["state"].copy(), a["slots"]
+    with pytest.raises(ValueError, match=rf"fold: track: expected slots that are no request's of the call, got {other} at 0"):
+        kda.fold(state, rings, a["slots"], np.array([2, 0]), track=np.array([other, -1]), track_step=np.array([0, 0]))
+    assert same(state, a["state"])
+    free = np.setdiff1d(np.arange(len(state)), a["slots"])[0]
+    kda.fold(state, rings, a["slots"], np.array([2, 0]), track=np.array([free, other]), track_step=np.array([0, 0]))  # the second takes none
+    assert same(state[other], a["state"][other]) and not same(state[free], a["state"][free])
+
+
+@pytest.mark.parametrize("gate", [dict(lower_bound=-5.0), dict(lower_bound=None)], ids=["safe", "softplus"])
+def test_every_record_that_verify_wrote_can_be_folded(gate):
+    """A token without key whose gates closed to nothing is recorded as zeros, but not as the zeros of untouched memory."""
+    H, D, slot = 2, 64, np.zeros(1, np.int32)
+    z = lambda *s: np.zeros(s, F32)  # noqa: E731
+    state = np.random.default_rng(0).standard_normal((1, H, D, D)).astype(F32)
+    rings = kda.Rings(z(1, H, 2, D), z(1, H, 2, D), z(1, H, 2, D), z(1, H, 2))
+    with pytest.raises(ValueError, match="only zeros in slot 0, entry 0"):
+        kda.fold(state.copy(), rings, slot, np.array([1]))
+    token = dict(x_q=z(1, H, D), x_k=z(1, H, D), x_v=z(1, H, D) + 1, g=z(1, H, D) - 200, beta=z(1, H) - 200)
+    kda.verify(**token, A_log=z(H), dt_bias=z(H, D), state=state, slots=slot, rings=rings, **gate)
+    assert not rings.g.any() and not rings.beta.any() and not rings.rawk.any()
+    folded = state.copy()
+    kda.fold(folded, rings, slot, np.array([1]))
+    assert same(folded, state)

@@ -64,6 +64,7 @@ PLANTED = [
     (tree.pointers, "HACKING.md", "`src/core/match.hpp`: `vanished` does it\n", "says that src/core/match.hpp has vanished"),
     (tree.pointers, "HACKING.md", "`src/cuda/ptx.cuh`: `vanished` does it\n", "names src/cuda/ptx.cuh"),
     (tree.pointers, "HACKING.md", "look into `src/core/gone.hpp`\n", "names src/core/gone.hpp"),
+    (docs.check, "docs/a.md", "#One : two\n", "no heading"),
     (docs.check, "docs/a.md", "[gone](c.md)\n", "which is not there"),
     (docs.check, "docs/a.md", "# One\n[gone](#two)\n", "no such heading"),
     (docs.check, "docs/decisions/0001-other.md", "# Other\n", "has the number of 0001-one.md"),
