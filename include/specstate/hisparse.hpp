@@ -74,7 +74,7 @@ SPECSTATE_API std::int64_t swap_state_bytes(const SwapShape& shape);
 /// The views into such a block. Nothing is written.
 SPECSTATE_API SwapState swap_state_view(const SwapShape& shape, void* memory, Device device = {});
 /// Makes requests empty: no token resident, clock 0, hints cleared; slot_locs is left alone. `requests` [n] int32 or int64, or not
-/// given: all. Call it once for all before first use, and for a request whenever its slot gets a new occupant.
+/// given: all. The members of the state share no memory. Call it once for all before first use, and for a request whenever its slot gets a new occupant.
 SPECSTATE_API void reset_swap_state(const SwapState& state, const TensorView& requests = {}, Stream stream = {});
 
 // ------------------------------------------------------------------------------------------------------- operations
@@ -172,7 +172,8 @@ struct ReplayPlanParams {
 SPECSTATE_API void replay_plan(const ReplayPlanParams& params, Stream stream = {});
 
 /// For every layer l and entry i: the 584-byte row src_indices[i] of src[l] goes to row dst_indices[i] of dst[l], both DSv4-paged.
-/// A destination named twice, or that is also a source of the same buffer, is undefined.
+/// A dst is the src of its layer, whole, or lies apart from everything else. A destination named twice, or that is also a source of the same
+/// buffer, is undefined.
 struct TransferPagedParams {
   const TensorView* src = nullptr;  ///< num_layers tensors of whole pages (a multiple of 37440 bytes each, dense)
   const TensorView* dst = nullptr;

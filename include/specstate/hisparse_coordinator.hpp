@@ -67,7 +67,8 @@ struct CoordinatorStats {
 
 class SPECSTATE_API Coordinator {
  public:
-  /// `layers`: buffers of each local layer, CPU memory, kept alive by the caller. A row may have another size in each layer.
+  /// `layers`: buffers of each local layer, CPU memory, kept alive by the caller, all apart from each other (they may be woven into one
+  /// array). A row may have another size in each layer.
   /// Memory of the tables: about requests * (anchors * (2..4 bytes * L + 8 bytes * H) + 8 bytes * L).
   Coordinator(const CoordinatorConfig& config, std::span<const KvBuffers> layers);
   ~Coordinator();
@@ -81,7 +82,7 @@ class SPECSTATE_API Coordinator {
   void admit(std::int64_t request, std::int64_t tokens);
   /// Host rows for `count` more positions than are committed.
   void reserve(std::int64_t request, std::int64_t count);
-  /// Copies rows of positions [position, position + count) of one layer to their host rows, in order. Not visible before `append`. `rows`: count rows, `pitch` bytes apart; `rows_v` for a second pair.
+  /// Copies rows of positions [position, position + count) of one layer to their host rows, in order. Not visible before `append`. `rows`: count rows, `pitch` bytes apart, not from the layer's host cache; `rows_v` for a second pair.
   void stage(std::int64_t layer, std::int64_t request, std::int64_t position, std::int64_t count, const void* rows, std::int64_t pitch,
              const void* rows_v = nullptr, std::int64_t pitch_v = 0);
   /// The same with rows as a tensor [count, ...], each row dense.
@@ -104,15 +105,17 @@ class SPECSTATE_API Coordinator {
   void prepare_verify(std::span<const std::int64_t> requests, std::span<const std::int64_t> widths, const TensorView& locs = {});
   /// Device row of window position j.
   std::int64_t verify_loc(std::int64_t request, std::int64_t j) const;
-  /// Copies one row into window position j of one layer.
+  /// Copies one row, not from the layer's device buffer, into window position j of one layer.
   void write(std::int64_t layer, std::int64_t request, std::int64_t j, const void* row, const void* row_v = nullptr);
   /// The same with a dense tensor of a row's bytes.
   void write(std::int64_t layer, std::int64_t request, std::int64_t j, const TensorView& row, const TensorView& row_v = {});
   /// Swap of an anchor layer. Of `params` the selection, lengths, requests and outputs are used; tables, buffers, plan and state are the
-  /// coordinator's. The plan is kept for the followers until the next window.
-  /// `round`: see plan_rounds. A selection [B, K] counts as one step ([B, 1, K], seq_lens [B]).
+  /// coordinator's, and what the call writes lies apart from all of them and from the buffers of every layer. The copies stay owed to each
+  /// follower until it follows, whatever becomes of other requests; what is owed when round 0 starts anew is copied then. A request that
+  /// ends takes its own copies with it.
+  /// `round`: 0, or the next one of plan_rounds. A selection [B, K] counts as one step ([B, 1, K], seq_lens [B]).
   void swap(std::int64_t layer, const SwapInParams& params, std::int64_t round = 0);
-  /// The copies of its anchor's swap for a follower layer; with several rounds, round by round in the same order.
+  /// The copies of its anchor's swap for a follower layer, once each; with several rounds, round by round in the same order.
   void follow(std::int64_t layer, std::int64_t round = 0);
   /// Cuts the steps of a selection into rounds whose positions fit the rows of a request at once: round_of [B, S] int32. Returns the
   /// number of rounds; one if S * K <= hot + scratch. A caller that gets more swaps and attends round by round, with the other steps' tokens

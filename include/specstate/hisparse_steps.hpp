@@ -17,7 +17,7 @@
 namespace specstate::hisparse {
 
 /// For every layer l and entry i: row src_rows[i] of src[l] is copied to row dst_rows[i] of dst[l]; an entry with a negative row is skipped.
-/// Any direction: device to pinned host memory (staging, backup), host to device (preload), device to device (promotion). Two entries
+/// A dst is the src of its layer, whole, or lies apart from everything else. Any direction: device to pinned host memory (staging, backup), host to device (preload), device to device (promotion). Two entries
 /// with one destination, or a destination that is also a source of the same buffer, are undefined.
 struct CopyRowsParams {
   const TensorView* src = nullptr;  ///< num_layers tensors [N, ...] with dense rows, or DSv4 pages

@@ -1,5 +1,6 @@
 """Numbers, flags and groups of arrays among the arguments of a call: the value, or an error that names the argument."""
 
+import re
 from operator import index
 
 
@@ -66,3 +67,9 @@ def group(op, name, xs, kind):
         return xs
     got = f"{type(xs).__name__} of {len(xs)}" if isinstance(xs, (tuple, list)) else kind_of(xs)
     raise ValueError(f"{op}: {name}: expected a {kind.__name__} of {len(kind._fields)} arrays, got {got}.")
+
+
+def renamed(error, names):
+    """The error of a call that calls the library's arguments otherwise: `names` has the library's names and the call's."""
+    pattern = r"(?<![\w.])(" + "|".join(names) + r")\b"
+    return type(error)(re.sub(pattern, lambda found: names[found[0]], str(error)))

@@ -19,7 +19,7 @@ Every function raises ValueError naming the argument before anything is written.
 
 from typing import Any, NamedTuple
 
-from ._arguments import flag, group, integer, integers, kind_of, size
+from ._arguments import flag, group, integer, integers, kind_of, renamed, size
 from ._arrays import array_in, array_out, empty_like, shape_of
 from ._library import function
 from ._stream import stream_handle
@@ -53,6 +53,7 @@ def _paged(layout):
         raise ValueError(f"layout: expected 'linear' or 'dsv4', got {layout!r}.") from None
 
 
+_OUT = {"top_k_device_locs": "out"}  # the library's name: this module's
 _INFER = -(2**63)  # kInfer of the C++ interface: take the size from the tensors
 
 
@@ -102,7 +103,8 @@ def _state(op, state):
 
 
 def reset_swap_state(state, requests=None, *, stream=None):
-    """Makes request slots empty (all of them if `requests` [n] is None); for a new occupant of a slot."""
+    """Makes request slots empty (all of them if `requests` [n] is None); for a new occupant of a slot. The state's members and
+    `requests` share no memory."""
     state = _state("reset_swap_state", state)
     function("hisparse_reset_swap_state")(*state, array_in("requests", requests), stream_handle(stream, state[0]))
 
@@ -141,28 +143,31 @@ def swap_in(
     """
     if out is None:
         out = empty_like(top_k_tokens, shape_of("top_k_tokens", top_k_tokens), "int32")
-    function("hisparse_swap_in")(
-        array_in("top_k_tokens", top_k_tokens),
-        array_in("seq_lens", seq_lens),
-        array_in("req_pool_indices", req_pool_indices),
-        array_in("num_real_reqs", num_real_reqs),
-        array_in("host_cache_locs", host_cache_locs),
-        array_in("host_cache", host_cache),
-        array_out("device_buffer", device_buffer),
-        array_in("host_cache_v", host_cache_v),
-        array_out("device_buffer_v", device_buffer_v),
-        *_state("swap_in", state),
-        array_in("scratch_locs", scratch_locs),
-        _paged(layout),
-        array_out("out", out),
-        array_out("miss_src", miss_src),
-        array_out("miss_dst", miss_dst),
-        array_out("miss_count", miss_count),
-        array_out("unique_misses", unique_misses),
-        array_out("unique_hits", unique_hits),
-        flag("skip_io", skip_io),
-        stream_handle(stream, top_k_tokens),
-    )
+    try:
+        function("hisparse_swap_in")(
+            array_in("top_k_tokens", top_k_tokens),
+            array_in("seq_lens", seq_lens),
+            array_in("req_pool_indices", req_pool_indices),
+            array_in("num_real_reqs", num_real_reqs),
+            array_in("host_cache_locs", host_cache_locs),
+            array_in("host_cache", host_cache),
+            array_out("device_buffer", device_buffer),
+            array_in("host_cache_v", host_cache_v),
+            array_out("device_buffer_v", device_buffer_v),
+            *_state("swap_in", state),
+            array_in("scratch_locs", scratch_locs),
+            _paged(layout),
+            array_out("out", out),
+            array_out("miss_src", miss_src),
+            array_out("miss_dst", miss_dst),
+            array_out("miss_count", miss_count),
+            array_out("unique_misses", unique_misses),
+            array_out("unique_hits", unique_hits),
+            flag("skip_io", skip_io),
+            stream_handle(stream, top_k_tokens),
+        )
+    except ValueError as error:
+        raise renamed(error, _OUT) from None
     return out
 
 
@@ -198,7 +203,10 @@ def swap_in_single(
         rows, entries = shape_of("top_k_tokens", top_k_tokens, 2)
         out = empty_like(top_k_tokens, (rows, entries * size("sparse_block_size", sparse_block_size)), "int32")
     arguments = dict(locals(), paged=_paged(layout), top_k_device_locs=array_out("out", out))
-    _single("swap_in_single", **arguments)
+    try:
+        _single("swap_in_single", **arguments)
+    except ValueError as error:
+        raise renamed(error, _OUT) from None
     return out
 
 
@@ -501,6 +509,7 @@ class Coordinator:
     """
 
     STATES = ("free", "active", "verifying", "retracted")
+    _NAMES = {"top_k_device_locs": "out", "round_of": "out", "locs": "out", "req_pool_indices": "requests"}
 
     def __init__(
         self,
@@ -547,7 +556,10 @@ class Coordinator:
     def _call(self, name, *arguments, **numbers):
         """The export `name`: handle, integers by name, then the rest."""
         numbers = [integer(n, x) for n, x in numbers.items()]
-        return function("hisparse_coordinator_" + name)(self._handle, *numbers, *arguments)
+        try:
+            return function("hisparse_coordinator_" + name)(self._handle, *numbers, *arguments)
+        except ValueError as error:
+            raise renamed(error, self._NAMES) from None
 
     # admission
     def can_admit(self, tokens):
@@ -608,7 +620,8 @@ class Coordinator:
         return out
 
     def follow(self, layer, *, round=0):
-        """The copies of its anchor's swap (of that round) for a follower layer; the anchor's device rows are then valid in it too."""
+        """The copies of its anchor's swap (of that round, in order, once each) for a follower layer; the anchor's device rows are then valid
+        in it too. They stay owed whatever becomes of other requests; what is still owed at the anchor's next swap is copied then."""
         self._call("follow", layer=layer, round=round)
 
     def plan_rounds(self, layer, top_k_tokens, seq_lens, requests, *, out=None):

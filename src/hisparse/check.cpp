@@ -2,6 +2,9 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <deque>
+
 #include "core/dispatch.hpp"
 #include "core/match.hpp"
 #include "hisparse/layout.hpp"
@@ -107,13 +110,6 @@ CopyArgs copy_args(Checker& check, const KvBuffers& k, RowLayout row_layout, std
   return c;
 }
 
-const std::int32_t* num_real(Checker& check, const TensorView& t) {
-  if (!t.given()) return nullptr;
-  check.arg("num_real_reqs", t).dtype(DType::kInt32).same_device();
-  check.require(t.ndim <= 1 && t.numel() >= 1, "num_real_reqs", "shape [1]", shape_text(t));
-  return t.as<const std::int32_t>();
-}
-
 std::int64_t min_rows(std::initializer_list<const TensorView*> tables) {
   std::int64_t n = INT64_MAX;
   for (const TensorView* t : tables) n = std::min(n, t->sizes[0]);
@@ -147,23 +143,35 @@ void plan_shape(Checker& check, const MissPlan& plan, std::int64_t batch, std::i
 
 bool strides_differ(const MissPlan& plan) { return plan.miss_src.given() && plan.miss_src.strides[0] != plan.miss_dst.strides[0]; }
 
-void too_many_occurrences(std::int64_t steps, std::int64_t top_k) {
+}  // namespace
+
+LayerNames::LayerNames(const std::string& before, const std::string& after) {
+  for (int k = 0; k < 4; ++k) names_[k] = (text_[k] = before + kBufferNames[k] + after).c_str();
+}
+
+CopyArgs check_buffers(Checker& check, const LayerNames& names, const KvBuffers& buffers, RowLayout row_layout) {
+  check.arg(names[1], buffers.device_buffer).required().same_device();
+  const CopyArgs args = copy_args(check, buffers, row_layout, kInfer, false, names);
+  check.arg(names[0], buffers.host_cache).written();
+  check.arg(names[2], buffers.host_cache_v).written();
+  return args;
+}
+
+const std::int32_t* check_num_real(Checker& check, const TensorView& t) {
+  if (!t.given()) return nullptr;
+  check.arg("num_real_reqs", t).dtype(DType::kInt32).same_device();
+  check.require(t.ndim <= 1 && t.numel() >= 1, "num_real_reqs", "shape [1]", shape_text(t));
+  return t.as<const std::int32_t>();
+}
+
+void check_occurrences(std::int64_t steps, std::int64_t top_k) {
   if (top_k > 0 && steps > kMaxOccurrences / top_k)
     throw_value(fmt::format("HiSparse speculative swap supports at most {} occurrences.", kMaxOccurrences));
 }
 
-}  // namespace
-
-CopyArgs check_buffers(const char* op, const KvBuffers& buffers, RowLayout row_layout, std::int64_t index) {
-  Checker check(op);
-  const std::string at = fmt::format("layers[{}].", index);
-  std::string n[4];
-  const char* names[4];
-  for (int k = 0; k < 4; ++k) names[k] = (n[k] = at + kBufferNames[k]).c_str();
-  check.arg(names[1], buffers.device_buffer).required().same_device();
-  const CopyArgs args = copy_args(check, buffers, row_layout, kInfer, false, names);
-  check.outputs_apart();
-  return args;
+bool same_view(const TensorView& a, const TensorView& b) {
+  return a.data == b.data && a.dtype == b.dtype && a.ndim == b.ndim && std::equal(a.sizes, a.sizes + std::max(0, a.ndim), b.sizes) &&
+         std::equal(a.strides, a.strides + std::max(0, a.ndim), b.strides);
 }
 
 // -------------------------------------------------------------------------------------------------------------- swap_in
@@ -172,14 +180,14 @@ SwapInArgs check(const SwapInParams& p) {
   Checker check("swap_in");
   Sym B("B"), S("S"), K("K"), R("R"), L("L"), H("H"), W("H+P");
   check.arg("top_k_tokens", p.top_k_tokens).required().dtype(DType::kInt32).shape({B, S, K}).same_device();
-  too_many_occurrences(S, K);
+  check_occurrences(S, K);
   check.arg("seq_lens", p.seq_lens).required().dtype({DType::kInt32, DType::kInt64}).shape({B, S}).same_device();
   check.arg("req_pool_indices", p.req_pool_indices).required().dtype({DType::kInt32, DType::kInt64}).shape({B}).same_device();
   SwapInArgs a{};
   a.op = "swap_in";
   a.locs_name = "state.slot_locs";
   a.scratch_name = "scratch_locs";
-  a.num_real = num_real(check, p.num_real_reqs);
+  a.num_real = check_num_real(check, p.num_real_reqs);
   check.arg("host_cache_locs", p.host_cache_locs).required().dtype({DType::kInt32, DType::kInt64}).shape({R, L}).same_device();
   const SwapState& s = p.state;
   check.arg("state.slot_tokens", s.slot_tokens).required().dtype(DType::kInt32).shape({R, W}).same_device().written();
@@ -227,12 +235,14 @@ SwapInArgs check(const SwapInParams& p) {
 void check_reset(const SwapState& s, const TensorView& requests) {
   Checker check("reset_swap_state");
   Sym R("R"), L("L"), H("H"), W("H+P");
-  check.arg("state.slot_tokens", s.slot_tokens).required().dtype(DType::kInt32).shape({R, W}).same_device();
-  check.arg("state.slot_stamps", s.slot_stamps).required().dtype(DType::kInt32).shape({R, H}).same_device();
+  check.arg("state.slot_tokens", s.slot_tokens).required().dtype(DType::kInt32).shape({R, W}).same_device().written();
+  check.arg("state.slot_locs", s.slot_locs).same_device();  // never written, and so not to be hit by the others
+  check.arg("state.slot_stamps", s.slot_stamps).required().dtype(DType::kInt32).shape({R, H}).same_device().written();
   check.require(H <= W, "state.slot_stamps", fmt::format("at most {} hot slots", W.value()), shape_text(s.slot_stamps));
-  check.arg("state.token_slots", s.token_slots).required().dtype({DType::kInt16, DType::kInt32}).shape({R, L}).same_device();
-  check.arg("state.clock", s.clock).required().dtype(DType::kInt32).shape({R}).same_device();
+  check.arg("state.token_slots", s.token_slots).required().dtype({DType::kInt16, DType::kInt32}).shape({R, L}).same_device().written();
+  check.arg("state.clock", s.clock).required().dtype(DType::kInt32).shape({R}).same_device().written();
   check.arg("requests", requests).dtype({DType::kInt32, DType::kInt64}).ndim(1).same_device();
+  check.outputs_apart();
 }
 
 // -------------------------------------------------------------------------------------------------- sglang's spec swap
@@ -260,7 +270,7 @@ SpecSwapArgs check(const SpecSwapParams& p) {
     if (count.ndim != 1 || count.sizes[0] < B) throw_value("speculative miss_count must have shape [batch].");
     if (strides_differ(p.plan)) throw_value("miss_src/miss_dst row strides must match.");
   }
-  too_many_occurrences(S, K);
+  check_occurrences(S, K);
   const char* const policy_text = "speculative cache_policy must contain one CLOCK control row and one reference-epoch row per request.";
   if (p.cache_policy.ndim != 2) throw_runtime(policy_text);
   const std::int64_t H = p.cache_policy.sizes[1];
@@ -323,7 +333,7 @@ SpecSwapArgs check(const SpecSwapParams& p) {
   a.op = op;
   a.locs_name = "device_buffer_locs";
   a.scratch_name = "state.scratch_locs";
-  a.num_real = num_real(check, p.num_real_reqs);
+  a.num_real = check_num_real(check, p.num_real_reqs);
   a.plan = plan_args(check, p.plan);
   a.copy = copy_args(check, p.buffers, RowLayout::kLinear, kInfer, false);
   check.outputs_apart();
@@ -393,7 +403,7 @@ SwapInSingleArgs check(const SwapInSingleParams& p) {
 
   SwapInSingleArgs a{};
   a.op = p.op;
-  a.num_real = num_real(check, p.num_real_reqs);
+  a.num_real = check_num_real(check, p.num_real_reqs);
   a.plan = plan_args(check, p.plan);
   a.copy = copy_args(check, p.buffers, p.layout, p.item_size_bytes, p.skip_io);
   check.outputs_apart();
@@ -429,7 +439,7 @@ ReplayPlanArgs check(const ReplayPlanParams& p, std::vector<CopyArgs>& followers
     throw_runtime("copy_cache_planned: miss_src/miss_dst row strides differ");
   ReplayPlanArgs a{};
   a.op = p.op;
-  a.num_real = num_real(check, p.num_real_reqs);
+  a.num_real = check_num_real(check, p.num_real_reqs);
   a.src = strided2<const std::int64_t>(p.miss_src);
   a.dst = strided2<const std::int32_t>(p.miss_dst);
   a.count = strided1<const std::int32_t>(p.miss_count);
@@ -437,10 +447,7 @@ ReplayPlanArgs check(const ReplayPlanParams& p, std::vector<CopyArgs>& followers
   a.capacity = std::min(p.miss_src.sizes[1], p.miss_dst.sizes[1]);
   followers.clear();
   for (std::int64_t i = 0; i < p.num_followers; ++i) {
-    const std::string at = p.num_followers == 1 ? "" : fmt::format("[{}]", i);
-    std::string n[4];
-    const char* names[4];
-    for (int k = 0; k < 4; ++k) names[k] = (n[k] = kBufferNames[k] + at).c_str();
+    const LayerNames names("", p.num_followers == 1 ? "" : fmt::format("[{}]", i));
     Checker follower = check;  // the plan, and this layer: layers may share buffers
     followers.push_back(copy_args(follower, p.followers[i], p.layout, p.item_size_bytes, p.skip_io, names));
     follower.outputs_apart();
@@ -454,9 +461,11 @@ TransferArgs check(const TransferPagedParams& p, std::vector<TransferLayer>& lay
   check.arg("src_indices", p.src_indices).required().dtype({DType::kInt32, DType::kInt64}).shape({N}).same_device();
   check.arg("dst_indices", p.dst_indices).required().dtype(p.src_indices.dtype).shape({N}).same_device();
   layers.clear();
+  std::deque<std::string> names;
   for (std::int64_t i = 0; i < p.num_layers; ++i) {
-    const std::string at = fmt::format("[{}]", i), src = "src" + at, dst = "dst" + at;
-    for (const auto& [name, t] : {std::pair{src.c_str(), &p.src[i]}, std::pair{dst.c_str(), &p.dst[i]}}) {
+    const std::string &src = names.emplace_back(fmt::format("src[{}]", i)), &dst = names.emplace_back(fmt::format("dst[{}]", i));
+    const bool within = same_view(p.src[i], p.dst[i]);  // rows move inside one buffer: that is one argument
+    for (const auto& [name, t] : {std::pair{(within ? dst : src).c_str(), &p.src[i]}, std::pair{dst.c_str(), &p.dst[i]}}) {
       check.arg(name, *t).required();
       check.require(t->ndim >= 1, name, "at least one dimension", "shape ()");
       // Backups go from the device to pinned memory and back: either end may be host memory.
@@ -465,9 +474,11 @@ TransferArgs check(const TransferPagedParams& p, std::vector<TransferLayer>& lay
       else
         check.require(core::pinned(*t), name, "pinned host memory", "pageable host memory");
     }
+    check.arg(dst.c_str(), p.dst[i]).written();
     const RowBuffer a = rows_of(check, src.c_str(), p.src[i], 0, true), b = rows_of(check, dst.c_str(), p.dst[i], 0, true);
     layers.push_back({a.base, b.base, a.rows, b.rows});
   }
+  check.outputs_apart();
   return {integers(p.src_indices), integers(p.dst_indices), N, check.op()};
 }
 

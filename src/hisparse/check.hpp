@@ -1,6 +1,8 @@
 #pragma once
+#include <string>
 #include <vector>
 
+#include "core/match.hpp"
 #include "hisparse/args.hpp"
 
 namespace specstate::hisparse {
@@ -13,8 +15,27 @@ SwapInSingleArgs check(const SwapInSingleParams& params);
 ReplayPlanArgs check(const ReplayPlanParams& params, std::vector<CopyArgs>& followers);
 TransferArgs check(const TransferPagedParams& params, std::vector<TransferLayer>& layers);
 TransferArgs check(const TransferPagedPointersParams& params, std::vector<TransferLayer>& layers);
-/// Geometry of one layer's buffers (`layers[index].` in error texts).
-CopyArgs check_buffers(const char* op, const KvBuffers& buffers, RowLayout layout, std::int64_t index);
+
+/// What error texts call the four buffers of a layer. It stays in its place: a checker points into it.
+class LayerNames {
+ public:
+  explicit LayerNames(const std::string& before, const std::string& after = "");
+  LayerNames(const LayerNames&) = delete;
+  LayerNames& operator=(const LayerNames&) = delete;
+  operator const char* const*() const { return names_; }  // NOLINT: implicit on purpose
+
+ private:
+  std::string text_[4];
+  const char* names_[4];
+};
+/// Geometry of one layer's buffers, both ends written (backups go to the host). That layers are apart is `outputs_apart()`'s to say.
+CopyArgs check_buffers(core::Checker& check, const LayerNames& names, const KvBuffers& buffers, RowLayout layout);
+/// The count of real rows, or null.
+const std::int32_t* check_num_real(core::Checker& check, const TensorView& num_real_reqs);
+/// More occurrences than one call takes?
+void check_occurrences(std::int64_t steps, std::int64_t top_k);
+/// Do both name the very same elements?
+bool same_view(const TensorView& a, const TensorView& b);
 void check_reset(const SwapState& state, const TensorView& requests);
 
 }  // namespace specstate::hisparse

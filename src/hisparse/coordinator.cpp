@@ -3,6 +3,9 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <deque>
+#include <new>
+#include <stdexcept>
 #include <string>
 
 #include "core/dispatch.hpp"
@@ -51,10 +54,9 @@ struct Request {
 
 /// What an anchor's swap recorded for its followers.
 struct Plan {
-  std::vector<std::int64_t> src;
+  std::vector<std::int64_t> src, requests;  // requests: [real]
   std::vector<std::int32_t> dst, count;
-  std::int64_t batch = 0, capacity = 0, real = 0;
-  bool valid = false;
+  std::int64_t batch = 0, capacity = 0;
 };
 
 /// An anchor with its followers: one selection, one residency.
@@ -63,7 +65,8 @@ struct Group {
   std::vector<std::int64_t> layers;  // local, the anchor first
   std::vector<std::byte> memory;
   SwapState state;
-  std::vector<Plan> plans;  // by round
+  std::vector<Plan> plans;  // by round; the first `rounds` stand
+  std::int64_t rounds = 0;
 };
 
 }  // namespace
@@ -72,7 +75,10 @@ struct Coordinator::Impl {
   CoordinatorConfig config;
   std::int64_t layers = 0, columns = 0, per_request = 0;  // device rows: hot + tail; + scratch
   std::vector<KvBuffers> buffers;
+  core::Checker known{"Coordinator"};  // knows all buffers: a call's checker is a copy, so what the call writes lies apart from them
+  std::deque<LayerNames> names;        // [layers]
   std::vector<CopyArgs> rows;          // [layers]
+  std::vector<std::int64_t> followed;  // [layers] rounds of its anchor that a follower has copied
   std::vector<std::int64_t> group_of;  // [layers]
   std::vector<Group> groups;
   std::vector<std::int32_t> slot_locs;     // [R, H+P], one table for all layers
@@ -172,11 +178,31 @@ struct Coordinator::Impl {
     std::fill_n(slot_locs.begin() + r * columns, columns, -1);
     std::fill_n(scratch_locs.begin() + r * config.scratch, config.scratch, -1);
     std::int64_t id = r;
-    for (Group& g : groups) reset_swap_state(g.state, TensorView(&id, DType::kInt64, {1}));
+    for (Group& g : groups) {
+      reset_swap_state(g.state, TensorView(&id, DType::kInt64, {1}));
+      // Its rows may soon be another's: nothing is copied there any more. The other requests' copies stay owed.
+      for (std::int64_t round = 0; round < g.rounds; ++round) {
+        Plan& p = g.plans[at(round)];
+        for (std::size_t b = 0; b < p.requests.size(); ++b)
+          if (p.requests[b] == r) p.count[b] = 0;
+      }
+    }
   }
-  void forget_plans() {
-    for (Group& g : groups)
-      for (Plan& p : g.plans) p.valid = false;
+  /// The copies that follower `l` owes for the rounds before `end`, in order. Slots that an anchor's swap filled stay filled until another
+  /// swap of that anchor takes them, and host rows stand until the request ends: they are as good as at the time of the swap.
+  void catch_up(Group& g, std::int64_t l, std::int64_t end) {
+    for (; followed[at(l)] < end; ++followed[at(l)]) {
+      Plan& plan = g.plans[at(followed[at(l)])];
+      ReplayPlanParams p;
+      p.miss_src = TensorView(plan.src.data(), DType::kInt64, {plan.batch, plan.capacity});
+      p.miss_dst = TensorView(plan.dst.data(), DType::kInt32, {plan.batch, plan.capacity});
+      p.miss_count = TensorView(plan.count.data(), DType::kInt32, {plan.batch});
+      p.followers = &buffers[at(l)];
+      p.num_followers = 1;
+      p.layout = config.layout;
+      replay_plan(p);
+      for (std::int32_t n : plan.count) stats.bytes_to_device += n * rows[at(l)].pairs * rows[at(l)].item_bytes;
+    }
   }
   void make_resident(Group& g, std::int64_t r, std::int64_t position) {
     token(g, r, position) = static_cast<std::int32_t>(position);
@@ -207,6 +233,15 @@ struct Coordinator::Impl {
   cpu::RowSpans device_spans(std::int64_t l, int pair, std::int64_t row) const {
     return cpu::row_spans(rows[at(l)].device[pair], rows[at(l)].paged, rows[at(l)].item_bytes, row);
   }
+  /// Rows that are copied into a layer's buffers (by number, as in its names) come from elsewhere.
+  void apart(const core::Checker& check, const char* name, const TensorView& t, std::int64_t layer, std::initializer_list<int> into) const {
+    const std::int64_t l = local(layer);
+    const KvBuffers& k = buffers[at(l)];
+    const TensorView* const all[4] = {&k.host_cache, &k.device_buffer, &k.host_cache_v, &k.device_buffer_v};
+    for (const int i : into)
+      check.require(!core::may_overlap(t, *all[i]), name, "memory of its own",
+                    fmt::format("memory that overlaps {}", static_cast<const char* const*>(names[at(l)])[i]));
+  }
   void second_pair(std::int64_t l, const void* rows_v, const char* name) const {
     if ((rows[at(l)].pairs == 2) != (rows_v != nullptr))
       refuse(name, rows[at(l)].pairs == 2 ? "a row of the second pair" : "none: the layer has one pair", rows_v ? "one" : "none");
@@ -224,22 +259,33 @@ Coordinator::Coordinator(const CoordinatorConfig& given, std::span<const KvBuffe
   require(c.window >= 1, "window", c.window, ">= 1");
   require(c.scratch >= 0, "scratch", c.scratch, ">= 0");
   require(c.context >= 1, "context", c.context, ">= 1");
+  for (const auto& [name, n] : {std::pair{"hot", c.hot},
+                                {"window", c.window},
+                                {"tail", c.tail},
+                                {"scratch", c.scratch},
+                                {"context", c.context},
+                                {"requests", c.requests},
+                                {"page_size", c.page_size}})
+    require(n < (std::int64_t{1} << 31), name, n, "below 2^31");
   if (c.tail == 0) c.tail = 2 * c.window;
   if (c.tail < c.window)
     throw_value(fmt::format("HiSparse spec needs {} verify slots, but the extra page has only {} usable slots.", c.window, c.tail));
-  for (const auto& [name, n] :
-       {std::pair{"hot", c.hot}, {"tail", c.tail}, {"scratch", c.scratch}, {"context", c.context}, {"requests", c.requests}})
-    require(n < (std::int64_t{1} << 31), name, n, "below 2^31");
   m.columns = c.hot + c.tail;
   m.per_request = m.columns + c.scratch;
   m.buffers.assign(layers.begin(), layers.end());
   std::int64_t device_rows = INT64_MAX, host_rows = INT64_MAX;
+  core::Checker check("Coordinator");
   for (std::int64_t l = 0; l < m.layers; ++l) {
-    m.rows.push_back(check_buffers("Coordinator", layers[at(l)], c.layout, l));
-    if (layers[at(l)].device_buffer.device.type == DeviceType::kCuda) core::no_cuda("Coordinator");
+    const KvBuffers& k = layers[at(l)];
+    const LayerNames& names = m.names.emplace_back(fmt::format("layers[{}].", l));
+    m.rows.push_back(check_buffers(check, names, k, c.layout));
+    if (k.device_buffer.device.type == DeviceType::kCuda) core::no_cuda("Coordinator");
+    const TensorView* const buffers[4] = {&k.host_cache, &k.device_buffer, &k.host_cache_v, &k.device_buffer_v};
+    for (int i = 0; i < 4; ++i) m.known.arg(names[i], *buffers[i]).same_device();
     device_rows = std::min(device_rows, m.rows.back().device_rows());
     host_rows = std::min(host_rows, m.rows.back().host_rows());
   }
+  check.outputs_apart();
   if (c.device_rows == 0) c.device_rows = device_rows;
   if (c.host_rows == 0) c.host_rows = host_rows;
   require(c.device_rows >= 0 && c.device_rows <= std::min<std::int64_t>(device_rows, INT32_MAX), "device_rows", c.device_rows, "0..{}",
@@ -252,6 +298,7 @@ Coordinator::Coordinator(const CoordinatorConfig& given, std::span<const KvBuffe
     require(static_cast<std::int64_t>(c.anchor_of.size()) == m.layers, "anchor_of", static_cast<std::int64_t>(c.anchor_of.size()),
             "{} entries", m.layers);
   m.group_of.resize(at(m.layers));
+  m.followed.assign(at(m.layers), 0);
   for (std::int64_t l = 0; l < m.layers; ++l) {
     const std::int64_t anchor = c.anchor_of.empty() ? l : c.anchor_of[at(l)] - c.first_layer;
     if (anchor == l) {
@@ -266,17 +313,31 @@ Coordinator::Coordinator(const CoordinatorConfig& given, std::span<const KvBuffe
     m.groups[at(m.group_of[at(l)])].layers.push_back(l);
   }
 
-  m.slot_locs.assign(at(c.requests * m.columns), -1);
-  m.scratch_locs.assign(at(c.requests * c.scratch), -1);
-  m.host_locs.assign(at(c.requests * c.context), -1);
-  m.requests.resize(at(c.requests));
-  const SwapShape shape{c.requests, c.hot, c.tail, c.context};
-  for (Group& g : m.groups) {
-    g.memory.resize(at(swap_state_bytes(shape) + layout::kBlockAlign));
-    const auto address = reinterpret_cast<std::uintptr_t>(g.memory.data());
-    g.state = swap_state_view(shape, g.memory.data() + (layout::kBlockAlign - address % layout::kBlockAlign) % layout::kBlockAlign);
-    g.state.slot_locs = TensorView(m.slot_locs.data(), DType::kInt32, {c.requests, m.columns});
-    reset_swap_state(g.state);
+  // About the bytes of the tables; they may be asked for in sizes that no memory has.
+  const auto request_bytes =
+      static_cast<std::int64_t>(m.groups.size()) * (12 * m.columns + 4 * c.context) + 4 * m.per_request + 8 * c.context;
+  const auto too_large = [&] {
+    refuse("requests", fmt::format("tables that fit the memory (about {} bytes a request: hot, tail, scratch, context)", request_bytes),
+           std::to_string(c.requests));
+  };
+  if (request_bytes > INT64_MAX / c.requests) too_large();
+  try {
+    m.slot_locs.assign(at(c.requests * m.columns), -1);
+    m.scratch_locs.assign(at(c.requests * c.scratch), -1);
+    m.host_locs.assign(at(c.requests * c.context), -1);
+    m.requests.resize(at(c.requests));
+    const SwapShape shape{c.requests, c.hot, c.tail, c.context};
+    for (Group& g : m.groups) {
+      g.memory.resize(at(swap_state_bytes(shape) + layout::kBlockAlign));
+      const auto address = reinterpret_cast<std::uintptr_t>(g.memory.data());
+      g.state = swap_state_view(shape, g.memory.data() + (layout::kBlockAlign - address % layout::kBlockAlign) % layout::kBlockAlign);
+      g.state.slot_locs = TensorView(m.slot_locs.data(), DType::kInt32, {c.requests, m.columns});
+      reset_swap_state(g.state);
+    }
+  } catch (const std::bad_alloc&) {
+    too_large();
+  } catch (const std::length_error&) {
+    too_large();
   }
 }
 
@@ -347,6 +408,7 @@ void Coordinator::stage(std::int64_t layer, std::int64_t request, std::int64_t p
                   "shape " + shape_text(*t));
     check.require(t->sizes[0] == rows.sizes[0], name, fmt::format("{} rows", rows.sizes[0]), shape_text(*t));
     check.arg(name, *t).inner_contiguous(t->ndim - 1);
+    m.apart(check, name, *t, layer, {0, 2});
   }
   check.arg("rows", rows).required();
   stage(layer, request, position, rows.sizes[0], rows.data, rows.strides[0] * size_of(rows.dtype), rows_v.given() ? rows_v.data : nullptr,
@@ -407,12 +469,11 @@ void Coordinator::prepare_verify(std::span<const std::int64_t> ids, std::span<co
   }
   m.need_pages(pages);
   if (locs.given()) {
-    core::Checker check("Coordinator");
-    check.arg("locs", locs).dtype(DType::kInt32).shape({core::Dim(batch), core::Dim::at_least(widest, "W")}).written();
-    check.require(locs.device.type == DeviceType::kCpu, "locs", "a CPU tensor", name_of(locs.device));
+    core::Checker check = m.known;
+    check.arg("locs", locs).dtype(DType::kInt32).shape({core::Dim(batch), core::Dim::at_least(widest, "W")}).same_device().written();
+    check.outputs_apart();
   }
 
-  m.forget_plans();
   for (std::int64_t b = 0; b < batch; ++b) {
     const std::int64_t r = ids[at(b)];
     Request& q = m.requests[at(r)];
@@ -453,6 +514,7 @@ void Coordinator::write(std::int64_t layer, std::int64_t request, std::int64_t j
     check.require(t->device.type == DeviceType::kCpu && t->numel() * size_of(t->dtype) == item, name, fmt::format("{} bytes", item),
                   "shape " + shape_text(*t));
     check.arg(name, *t).inner_contiguous(t->ndim);
+    m.apart(check, name, *t, layer, {1, 3});
   }
   check.arg("row", row).required();
   write(layer, request, j, row.data, row_v.given() ? row_v.data : nullptr);
@@ -476,6 +538,14 @@ SwapInParams three_dimensional(const SwapInParams& params) {
   return p;
 }
 
+/// What `swap` and `plan_rounds` ask of a selection.
+void check_selection(core::Checker& check, const SwapInParams& p, core::Sym& B, core::Sym& S, core::Sym& K) {
+  check.arg("top_k_tokens", p.top_k_tokens).dtype(DType::kInt32).shape({B, S, K}).same_device();
+  check.arg("seq_lens", p.seq_lens).required().dtype({DType::kInt32, DType::kInt64}).shape({B, S}).same_device();
+  check.arg("req_pool_indices", p.req_pool_indices).required().dtype({DType::kInt32, DType::kInt64}).shape({B}).same_device();
+}
+Integers lengths(const TensorView& t) { return {t.data, t.strides[0], t.strides[1], static_cast<int>(size_of(t.dtype))}; }
+
 }  // namespace
 
 void Coordinator::swap(std::int64_t layer, const SwapInParams& params, std::int64_t round) {
@@ -484,61 +554,67 @@ void Coordinator::swap(std::int64_t layer, const SwapInParams& params, std::int6
   const std::int64_t l = m.local(layer);
   Group& g = m.groups[at(m.group_of[at(l)])];
   if (g.anchor != l) refuse("layer", "an anchor layer", fmt::format("{}, a follower of {}", layer, g.anchor + c.first_layer));
-  require(round >= 0 && round <= static_cast<std::int64_t>(g.plans.size()), "round", round, "0..{}", g.plans.size());
+  require(round == 0 || round == g.rounds, "round", round, "0 or the next one, {}", g.rounds);
   SwapInParams p = three_dimensional(params);
+  core::Checker check = m.known;
+  core::Sym B("B"), S("S"), K("K");
+  check_selection(check, p, B, S, K);
+  check_occurrences(S, K);
+  const std::int32_t* const num_real = check_num_real(check, p.num_real_reqs);
+  check.arg("top_k_device_locs", p.top_k_device_locs).required().dtype(DType::kInt32).shape({B, S, K}).same_device().written();
+  for (const auto& [name, t] : {std::pair{"unique_misses", &p.unique_misses}, std::pair{"unique_hits", &p.unique_hits}})
+    check.arg(name, *t).dtype(DType::kInt32).shape({core::Dim::at_least(B, "B")}).same_device().written();
+  check.outputs_apart();
   p.host_cache_locs = host_cache_locs();
   p.buffers = m.buffers[at(l)];
   p.state = g.state;
   p.scratch_locs = TensorView(m.scratch_locs.data(), DType::kInt32, {c.requests, c.scratch});
   p.layout = c.layout;
-  const std::int64_t batch = p.top_k_tokens.sizes[0], occurrences = p.top_k_tokens.sizes[1] * p.top_k_tokens.sizes[2];
-  if (occurrences > kMaxOccurrences) p.plan = {};  // swap_in refuses it
+  const std::int64_t batch = B, occurrences = S * K;
+  const std::int64_t real = num_real ? std::clamp<std::int64_t>(*num_real, 0, batch) : batch;
   Plan& plan = m.spare;
-  plan.real = 0;
   std::vector<std::int32_t>&misses = m.misses, &hits = m.hits;
   misses.resize(at(batch));
   hits.resize(at(batch));
-  if (occurrences <= kMaxOccurrences) {
-    plan.src.resize(at(batch * occurrences));
-    plan.dst.resize(at(batch * occurrences));
-    plan.count.resize(at(batch));
-    plan.batch = batch;
-    plan.capacity = occurrences;
-    p.plan = {TensorView(plan.src.data(), DType::kInt64, {batch, occurrences}),
-              TensorView(plan.dst.data(), DType::kInt32, {batch, occurrences}), TensorView(plan.count.data(), DType::kInt32, {batch})};
-  }
+  plan.src.resize(at(batch * occurrences));
+  plan.dst.resize(at(batch * occurrences));
+  plan.count.resize(at(batch));
+  plan.requests.resize(at(real));
+  plan.batch = batch;
+  plan.capacity = occurrences;
+  p.plan = {TensorView(plan.src.data(), DType::kInt64, {batch, occurrences}),
+            TensorView(plan.dst.data(), DType::kInt32, {batch, occurrences}), TensorView(plan.count.data(), DType::kInt32, {batch})};
   const TensorView given_misses = p.unique_misses, given_hits = p.unique_hits;
   p.unique_misses = TensorView(misses.data(), DType::kInt32, {batch});
   p.unique_hits = TensorView(hits.data(), DType::kInt32, {batch});
   // Rows of a request that holds none would all be -1; that is a mistake of the caller.
-  if (p.req_pool_indices.ndim == 1 && (p.req_pool_indices.dtype == DType::kInt32 || p.req_pool_indices.dtype == DType::kInt64)) {
-    plan.real = batch;
-    if (p.num_real_reqs.given() && p.num_real_reqs.dtype == DType::kInt32 && p.num_real_reqs.numel() == 1)
-      plan.real = std::clamp<std::int64_t>(*p.num_real_reqs.as<std::int32_t>(), 0, batch);
-    const Integers lens{p.seq_lens.data, p.seq_lens.strides[0], p.seq_lens.strides[1], static_cast<int>(size_of(p.seq_lens.dtype))};
-    const bool lens_ok = p.seq_lens.ndim == 2 && p.seq_lens.sizes[0] == batch && p.seq_lens.sizes[1] == p.top_k_tokens.sizes[1];
-    for (std::int64_t b = 0; b < std::min(plan.real, p.req_pool_indices.sizes[0]); ++b) {
-      const Request& q = m.in_state(core::load_index(p.req_pool_indices, b), {RequestState::kActive, RequestState::kVerifying});
-      for (std::int64_t s = 0; lens_ok && s < p.seq_lens.sizes[1]; ++s)
-        require(lens(b, s) <= q.length + q.width, "seq_lens", lens(b, s), "at most {}, the end of the window", q.length + q.width);
-    }
+  const Integers lens = lengths(p.seq_lens);
+  for (std::int64_t b = 0; b < real; ++b) {
+    const std::int64_t r = plan.requests[at(b)] = core::load_index(p.req_pool_indices, b);
+    const Request& q = m.in_state(r, {RequestState::kActive, RequestState::kVerifying});
+    for (std::int64_t s = 0; s < S; ++s)
+      require(lens(b, s) <= q.length + q.width, "seq_lens", lens(b, s), "at most {}, the end of the window", q.length + q.width);
   }
   swap_in(p);
   for (const auto& [out, from] : {std::pair{&given_misses, &misses}, std::pair{&given_hits, &hits}})
     if (out->given())
       for (std::int64_t b = 0; b < batch; ++b) out->as<std::int32_t>()[b * out->strides[0]] = (*from)[at(b)];
 
-  m.stats.swaps += plan.real;
+  m.stats.swaps += real;
   for (std::int64_t b = 0; b < batch; ++b) {
     m.stats.unique_hits += hits[at(b)];
     m.stats.unique_misses += misses[at(b)];
     m.stats.unserved += misses[at(b)] - plan.count[at(b)];
     if (!p.skip_io) m.stats.bytes_to_device += plan.count[at(b)] * m.rows[at(l)].pairs * m.rows[at(l)].item_bytes;
   }
-  plan.valid = true;
-  if (round == static_cast<std::int64_t>(g.plans.size())) g.plans.emplace_back();
+  if (round == 0)  // a follower that did not follow the last rounds must not miss what they brought: it may be a hit from now on
+    for (const std::int64_t follower : g.layers) {
+      if (follower != l) m.catch_up(g, follower, g.rounds);
+      m.followed[at(follower)] = 0;
+    }
+  g.rounds = round + 1;
+  if (g.rounds > static_cast<std::int64_t>(g.plans.size())) g.plans.emplace_back();
   std::swap(g.plans[at(round)], plan);
-  for (std::size_t later = at(round) + 1; later < g.plans.size(); ++later) g.plans[later].valid = false;
 }
 
 void Coordinator::follow(std::int64_t layer, std::int64_t round) {
@@ -546,19 +622,10 @@ void Coordinator::follow(std::int64_t layer, std::int64_t round) {
   const std::int64_t l = m.local(layer);
   Group& g = m.groups[at(m.group_of[at(l)])];
   if (g.anchor == l) refuse("layer", "a follower layer", fmt::format("{}, an anchor", layer));
-  if (round < 0 || round >= static_cast<std::int64_t>(g.plans.size()) || !g.plans[at(round)].valid)
-    refuse("round", fmt::format("a swap of anchor {} in this window before its followers", g.anchor + m.config.first_layer),
-           fmt::format("none for round {}", round));
-  Plan& plan = g.plans[at(round)];
-  ReplayPlanParams p;
-  p.miss_src = TensorView(plan.src.data(), DType::kInt64, {plan.batch, plan.capacity});
-  p.miss_dst = TensorView(plan.dst.data(), DType::kInt32, {plan.batch, plan.capacity});
-  p.miss_count = TensorView(plan.count.data(), DType::kInt32, {plan.batch});
-  p.followers = &m.buffers[at(l)];
-  p.num_followers = 1;
-  p.layout = m.config.layout;
-  replay_plan(p);
-  for (std::int32_t n : plan.count) m.stats.bytes_to_device += n * m.rows[at(l)].pairs * m.rows[at(l)].item_bytes;
+  if (round != m.followed[at(l)] || round >= g.rounds)
+    refuse("round", fmt::format("a swap of anchor {} that layer {} has yet to follow", g.anchor + m.config.first_layer, layer),
+           round >= g.rounds ? fmt::format("none for round {}", round) : fmt::format("round {}, not {}", round, m.followed[at(l)]));
+  m.catch_up(g, l, round + 1);
 }
 
 std::int64_t Coordinator::plan_rounds(std::int64_t layer, const SwapInParams& params, const TensorView& round_of) const {
@@ -566,12 +633,11 @@ std::int64_t Coordinator::plan_rounds(std::int64_t layer, const SwapInParams& pa
   const std::int64_t l = m.local(layer);
   const Group& g = m.groups[at(m.group_of[at(l)])];
   const SwapInParams p = three_dimensional(params);
-  core::Checker check("Coordinator");
+  core::Checker check = m.known;
   core::Sym B("B"), S("S"), K("K");
-  check.arg("top_k_tokens", p.top_k_tokens).dtype(DType::kInt32).shape({B, S, K}).same_device();
-  check.arg("seq_lens", p.seq_lens).required().dtype({DType::kInt32, DType::kInt64}).shape({B, S}).same_device();
-  check.arg("req_pool_indices", p.req_pool_indices).required().dtype({DType::kInt32, DType::kInt64}).shape({B}).same_device();
+  check_selection(check, p, B, S, K);
   check.arg("round_of", round_of).required().dtype(DType::kInt32).shape({B, S}).same_device().written();
+  check.outputs_apart();
   for (std::int64_t b = 0; b < B; ++b)
     m.in_state(core::load_index(p.req_pool_indices, b), {RequestState::kActive, RequestState::kVerifying});
   const auto set_round = [&](std::int64_t b, std::int64_t s, std::int32_t round) {
@@ -582,7 +648,7 @@ std::int64_t Coordinator::plan_rounds(std::int64_t layer, const SwapInParams& pa
       for (std::int64_t s = 0; s < S; ++s) set_round(b, s, 0);
     return 1;
   }
-  const Integers lens{p.seq_lens.data, p.seq_lens.strides[0], p.seq_lens.strides[1], static_cast<int>(size_of(p.seq_lens.dtype))};
+  const Integers lens = lengths(p.seq_lens);
   const std::int32_t* tokens = p.top_k_tokens.as<const std::int32_t>();
   std::int64_t rounds = 1;
   std::vector<std::int32_t> held, wanted, both;
@@ -627,7 +693,6 @@ void Coordinator::accept(std::span<const std::int64_t> ids, std::span<const std:
     const Request& q = m.in_state(ids[b], {RequestState::kVerifying});
     if (accepted[b] < 0 || accepted[b] > q.width) throw_value("HiSparse accept_indices point outside verify_cache_locs.");
   }
-  m.forget_plans();
   for (std::size_t b = 0; b < ids.size(); ++b) {
     const std::int64_t r = ids[b];
     Request& q = m.requests[at(r)];
@@ -675,7 +740,6 @@ void Coordinator::abort(std::int64_t request) {
   }
   std::fill_n(m.host_locs.begin() + request * m.config.context, m.config.context, -1);
   q = Request{};
-  m.forget_plans();
 }
 
 void Coordinator::retract(std::int64_t request) {
@@ -684,7 +748,6 @@ void Coordinator::retract(std::int64_t request) {
   m.drop_device_rows(request);
   q.state = RequestState::kRetracted;
   q.width = 0;
-  m.forget_plans();
 }
 
 void Coordinator::resume(std::int64_t request) {

@@ -760,17 +760,22 @@ void run(const ReplayPlanArgs& x, const CopyArgs* followers, std::int64_t num_fo
 }
 
 void run(const TransferArgs& x, const TransferLayer* layers, std::int64_t num_layers, Stream) {
-  for (std::int64_t l = 0; l < num_layers; ++l)
-    for (std::int64_t i = 0; i < x.count; ++i) {
-      const std::int64_t src = x.src(i), dst = x.dst(i);
-      const std::int64_t src_rows = layers[l].src_rows, dst_rows = layers[l].dst_rows;  // -1: unknown
-      if (src < 0 || (src_rows >= 0 && src >= src_rows))
-        refuse(x.op, "src_indices", src_rows < 0 ? "rows >= 0" : fmt::format("rows in 0..{}", src_rows - 1),
-               fmt::format("{} at [{}]", src, i));
-      if (dst < 0 || (dst_rows >= 0 && dst >= dst_rows))
-        refuse(x.op, "dst_indices", dst_rows < 0 ? "rows >= 0" : fmt::format("rows in 0..{}", dst_rows - 1),
-               fmt::format("{} at [{}]", dst, i));
-    }
+  std::int64_t src_rows = INT64_MAX, dst_rows = INT64_MAX;  // that exist in every layer whose rows are known
+  for (std::int64_t l = 0; l < num_layers; ++l) {
+    if (layers[l].src_rows >= 0) src_rows = std::min(src_rows, layers[l].src_rows);
+    if (layers[l].dst_rows >= 0) dst_rows = std::min(dst_rows, layers[l].dst_rows);
+  }
+  const auto judge = [&](const char* name, std::int64_t row, std::int64_t rows, std::int64_t i) {
+    if (row < 0 || row >= rows)
+      refuse(x.op, name, rows == INT64_MAX ? "rows >= 0" : fmt::format("rows in 0..{}", rows - 1), fmt::format("{} at [{}]", row, i));
+  };
+  thread_local std::vector<Move> moves;  // each index is read once: what was judged is what moves
+  moves.clear();
+  for (std::int64_t i = 0; i < x.count && num_layers > 0; ++i) {
+    const Move& m = moves.emplace_back(Move{x.src(i), x.dst(i)});
+    judge("src_indices", m.src, src_rows, i);
+    judge("dst_indices", m.dst, dst_rows, i);
+  }
   for (std::int64_t l = 0; l < num_layers; ++l) {
     CopyArgs c;
     c.pairs = 1;
@@ -778,9 +783,7 @@ void run(const TransferArgs& x, const TransferLayer* layers, std::int64_t num_la
     c.item_bytes = layout::kPagedRowBytes;
     c.host[0].base = const_cast<std::byte*>(layers[l].src);
     c.device[0].base = layers[l].dst;
-    parallel_for(x.count, 65536 / c.item_bytes, [&](std::int64_t begin, std::int64_t end) {
-      for (std::int64_t i = begin; i < end; ++i) move_row(c, x.src(i), x.dst(i));
-    });
+    move_all(c, moves);
   }
 }
 

@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <deque>
 #include <string>
 
 #include "core/dispatch.hpp"
@@ -27,6 +28,7 @@ Integers integers(const TensorView& t) {
 }
 Strided2<std::int32_t> table(const TensorView& t) { return {t.as<std::int32_t>(), t.strides[0], t.strides[1]}; }
 
+/// `name` stays in its place: the checker points to it.
 RowBuffer row_buffer(Checker& check, const std::string& name, const TensorView& t, bool paged, std::int64_t& item) {
   check.arg(name.c_str(), t).required();
   check.require(t.ndim >= 1, name, "at least one dimension", "shape ()");
@@ -51,15 +53,9 @@ RowBuffer row_buffer(Checker& check, const std::string& name, const TensorView& 
   return {t.as<std::byte>(), t.strides[0] * size_of(t.dtype), t.sizes[0]};
 }
 
-const std::int32_t* real_count(Checker& check, const TensorView& t) {
-  if (!t.given()) return nullptr;
-  check.arg("num_real_reqs", t).dtype(DType::kInt32).same_device();
-  check.require(t.ndim <= 1 && t.numel() >= 1, "num_real_reqs", "shape [1]", shape_text(t));
-  return t.as<const std::int32_t>();
-}
-
-/// The tables of all groups, of one shape: R, H, P, L.
-std::vector<WindowTables> check_groups(Checker& check, const WindowGroup* groups, std::int64_t n, WindowArgs& a) {
+/// The tables of all groups, of one shape: R, H, P, L. `names` outlives the checker's use of them.
+std::vector<WindowTables> check_groups(Checker& check, const WindowGroup* groups, std::int64_t n, WindowArgs& a,
+                                       std::deque<std::string>& names) {
   check.require(n >= 1 && groups != nullptr, "groups", "at least one group", std::to_string(n));
   Sym R("R"), L("L"), H("H"), W("H+P");
   std::vector<WindowTables> tables;
@@ -67,14 +63,13 @@ std::vector<WindowTables> check_groups(Checker& check, const WindowGroup* groups
     const SwapState& s = groups[i].state;
     const std::string at = fmt::format("groups[{}].state.", i);
     const auto arg = [&](const char* name, const TensorView& t, std::initializer_list<DType> dtypes, std::initializer_list<Dim> shape) {
-      const std::string whole = at + name;
-      check.arg(whole.c_str(), t).required().dtype(dtypes).shape(shape).same_device();
+      return check.arg(names.emplace_back(at + name).c_str(), t).required().dtype(dtypes).shape(shape).same_device();
     };
-    arg("slot_tokens", s.slot_tokens, {DType::kInt32}, {R, W});
+    arg("slot_tokens", s.slot_tokens, {DType::kInt32}, {R, W}).written();
     arg("slot_locs", s.slot_locs, {DType::kInt32}, {R, W});
-    arg("slot_stamps", s.slot_stamps, {DType::kInt32}, {R, H});
+    arg("slot_stamps", s.slot_stamps, {DType::kInt32}, {R, H}).written();
     check.require(H >= 1 && H <= W, at + "slot_stamps", fmt::format("1 to {} hot slots", W.value()), shape_text(s.slot_stamps));
-    arg("token_slots", s.token_slots, {DType::kInt16, DType::kInt32}, {R, L});
+    arg("token_slots", s.token_slots, {DType::kInt16, DType::kInt32}, {R, L}).written();
     if (s.token_slots.dtype == DType::kInt16)
       check.require(H <= layout::kMaxShortSlots, at + "token_slots", "dtype int32 for more than 32767 hot slots", "int16");
     arg("clock", s.clock, {DType::kInt32}, {R});
@@ -97,7 +92,7 @@ void check_batch(Checker& check, const Params& p, WindowArgs& a) {
   check.arg("requests", p.requests).required().dtype({DType::kInt32, DType::kInt64}).shape({B}).same_device();
   check.arg("widths", p.widths).required().dtype(DType::kInt32).shape({B}).same_device();
   check.arg("lengths", p.lengths).required().dtype(DType::kInt32).shape({Dim(a.request_slots)}).same_device().written();
-  a.num_real = real_count(check, p.num_real_reqs);
+  a.num_real = check_num_real(check, p.num_real_reqs);
   a.requests = integers(p.requests);
   a.widths = integers(p.widths);
   a.lengths = {p.lengths.template as<std::int32_t>(), p.lengths.strides[0]};
@@ -113,10 +108,15 @@ void copy_rows(const CopyRowsParams& p, Stream) {
   check.arg("dst_rows", p.dst_rows).required().dtype({DType::kInt32, DType::kInt64}).shape({n}).same_device();
   std::vector<CopyRowsLayer> layers;
   CopyRowsArgs a{integers(p.src_rows), integers(p.dst_rows), n, p.layout == RowLayout::kDsv4Paged, -1};
+  std::deque<std::string> names;
   for (std::int64_t l = 0; l < p.num_layers; ++l) {
-    const RowBuffer src = row_buffer(check, fmt::format("src[{}]", l), p.src[l], a.paged, a.item_bytes);
-    layers.push_back({src, row_buffer(check, fmt::format("dst[{}]", l), p.dst[l], a.paged, a.item_bytes)});
+    const std::string &from = names.emplace_back(fmt::format("src[{}]", l)), &to = names.emplace_back(fmt::format("dst[{}]", l));
+    const bool within = same_view(p.src[l], p.dst[l]);  // rows move inside one buffer: that is one argument
+    const RowBuffer src = row_buffer(check, within ? to : from, p.src[l], a.paged, a.item_bytes);
+    layers.push_back({src, row_buffer(check, to, p.dst[l], a.paged, a.item_bytes)});
+    check.arg(to.c_str(), p.dst[l]).written();
   }
+  check.outputs_apart();
   core::on_backend(check.op(), p.src_rows.device, [&] { cpu::run(a, layers); });
 }
 
@@ -124,10 +124,12 @@ void open_window(const OpenWindowParams& p, Stream) {
   Checker check("open_window");
   WindowArgs a{};
   a.op = check.op();
-  const std::vector<WindowTables> groups = check_groups(check, p.groups, p.num_groups, a);
+  std::deque<std::string> names;
+  const std::vector<WindowTables> groups = check_groups(check, p.groups, p.num_groups, a, names);
   check_batch(check, p, a);
   check.arg("locs", p.locs).dtype(DType::kInt32).shape({Dim(a.batch), Dim::at_least(1, "W")}).same_device().written();
   if (p.locs.given()) a.locs = table(p.locs), a.locs_width = p.locs.sizes[1];
+  check.outputs_apart();
   core::on_backend(a.op, p.requests.device, [&] { cpu::run(a, groups, {}); });
 }
 
@@ -135,10 +137,13 @@ void accept_window(const AcceptWindowParams& p, Stream) {
   Checker check("accept_window");
   WindowArgs a{};
   a.op = check.op();
-  const std::vector<WindowTables> groups = check_groups(check, p.groups, p.num_groups, a);
+  std::deque<std::string> names;
+  const std::vector<WindowTables> groups = check_groups(check, p.groups, p.num_groups, a, names);
   check_batch(check, p, a);
   check.arg("accepted", p.accepted).required().dtype(DType::kInt32).shape({Dim(a.batch)}).same_device();
-  for (const auto& [name, t] : {std::pair{"reserved_rows", &p.reserved_rows}, std::pair{"host_cache_locs", &p.host_cache_locs}})
+  // Both may be one table: then it is one argument.
+  const char* const reserved = same_view(p.reserved_rows, p.host_cache_locs) ? "host_cache_locs" : "reserved_rows";
+  for (const auto& [name, t] : {std::pair{reserved, &p.reserved_rows}, std::pair{"host_cache_locs", &p.host_cache_locs}})
     check.arg(name, *t).required().dtype({DType::kInt32, DType::kInt64}).shape({Dim(a.request_slots), Dim(a.context)}).same_device();
   check.arg("host_cache_locs", p.host_cache_locs).written();
   a.accepted = integers(p.accepted);
@@ -146,14 +151,15 @@ void accept_window(const AcceptWindowParams& p, Stream) {
   a.host_locs = integers(p.host_cache_locs);
   a.host_rows = a.device_rows = INT64_MAX;
   std::vector<WindowLayer> layers;
+  std::deque<LayerNames> layer_names;
   for (std::int64_t g = 0; g < p.num_groups; ++g)
     for (std::int64_t l = 0; l < p.groups[g].num_layers; ++l) {
-      layers.push_back({check_buffers(a.op, p.groups[g].layers[l], p.layout, static_cast<std::int64_t>(layers.size())), g});
-      const Device& device = p.groups[g].layers[l].device_buffer.device;
-      check.require(device == check.device(), "layers", name_of(check.device()), name_of(device));
+      layer_names.emplace_back(fmt::format("layers[{}].", layers.size()));
+      layers.push_back({check_buffers(check, layer_names.back(), p.groups[g].layers[l], p.layout), g});
       a.host_rows = std::min(a.host_rows, layers.back().copy.host_rows());
       a.device_rows = std::min(a.device_rows, layers.back().copy.device_rows());
     }
+  check.outputs_apart();
   core::on_backend(a.op, p.requests.device, [&] { cpu::run(a, groups, layers); });
 }
 
@@ -166,16 +172,19 @@ namespace {
 }  // namespace
 
 void run(const CopyRowsArgs& a, const std::vector<CopyRowsLayer>& layers) {
+  std::int64_t src_rows = INT64_MAX, dst_rows = INT64_MAX;
+  for (const CopyRowsLayer& l : layers) src_rows = std::min(src_rows, l.src.rows), dst_rows = std::min(dst_rows, l.dst.rows);
+  std::vector<std::pair<std::int64_t, std::int64_t>> moves;  // each index is read once: what was judged is what moves
+  for (std::int64_t i = 0; i < a.count; ++i) {
+    const std::int64_t src = a.src(i), dst = a.dst(i);
+    if (src < 0 || dst < 0) continue;
+    if (src >= src_rows) refuse("copy_rows", "src_rows", fmt::format("rows below {}", src_rows), src, i);
+    if (dst >= dst_rows) refuse("copy_rows", "dst_rows", fmt::format("rows below {}", dst_rows), dst, i);
+    moves.emplace_back(src, dst);
+  }
   for (const CopyRowsLayer& l : layers)
-    for (std::int64_t i = 0; i < a.count; ++i) {
-      if (a.src(i) < 0 || a.dst(i) < 0) continue;
-      if (a.src(i) >= l.src.rows) refuse("copy_rows", "src_rows", fmt::format("rows below {}", l.src.rows), a.src(i), i);
-      if (a.dst(i) >= l.dst.rows) refuse("copy_rows", "dst_rows", fmt::format("rows below {}", l.dst.rows), a.dst(i), i);
-    }
-  for (const CopyRowsLayer& l : layers)
-    for (std::int64_t i = 0; i < a.count; ++i)
-      if (a.src(i) >= 0 && a.dst(i) >= 0)
-        copy_row(row_spans(l.src, a.paged, a.item_bytes, a.src(i)), row_spans(l.dst, a.paged, a.item_bytes, a.dst(i)));
+    for (const auto& [src, dst] : moves)
+      copy_row(row_spans(l.src, a.paged, a.item_bytes, src), row_spans(l.dst, a.paged, a.item_bytes, dst));
 }
 
 void run(const WindowArgs& a, const std::vector<WindowTables>& groups, const std::vector<WindowLayer>& layers) {

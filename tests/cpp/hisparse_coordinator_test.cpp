@@ -493,7 +493,7 @@ TEST(HisparseCoordinator, ErrorTexts) {
   EXPECT_EQ("HiSparse verify slot mismatch: expected 2, got 1.", error_of([&] { c.prepare_verify(two, w1); }));
   EXPECT_EQ("Coordinator: layer: expected 20..24, got 5.", error_of([&] { c.follow(5); }));
   EXPECT_EQ("Coordinator: layer: expected a follower layer, got 22, an anchor.", error_of([&] { c.follow(22); }));
-  EXPECT_EQ("Coordinator: round: expected a swap of anchor 20 in this window before its followers, got none for round 0.",
+  EXPECT_EQ("Coordinator: round: expected a swap of anchor 20 that layer 21 has yet to follow, got none for round 0.",
             error_of([&] { c.follow(21); }));
   EXPECT_EQ("Coordinator: layer: expected an anchor layer, got 23, a follower of 22.", error_of([&] {
               SwapInParams p;
