@@ -34,8 +34,8 @@ struct VerifyRejectionParams {
   TensorView out_tokens;    ///< out [b, W] same dtype as candidates: accepted proposals, the drawn token, zeros
 };
 /// Throws Error(kValue) naming the argument before anything is written, also for a row of p without any mass that is to be drawn
-/// from. b = 0 does nothing. Thread-safe. CPU and CUDA; on CUDA a row that the CPU would refuse for what it holds gets accept_lens 0
-/// and zeros.
+/// from, and for infinite mass where it would decide. b = 0 does nothing. Thread-safe. CPU and CUDA; on CUDA a row that the CPU would
+/// refuse for what it holds gets accept_lens 0 and zeros, but infinite mass is not noticed there.
 SPECSTATE_API void verify_rejection(const VerifyRejectionParams& params, Stream stream = {});
 
 /// Confidence-scheduled verify lengths (DSpark's scheduler, DeepSeek 2026). confidences[r, k] is the drafter's estimate that proposal

@@ -50,7 +50,7 @@ def verify_rejection(candidates, draft_probs, target_probs, uniforms, *, verify_
     candidates [b, W] int32 or int64, as in `verify_greedy`; ids outside [0, V) never stand.
     draft_probs [b, W-1, V]: the distribution each proposal was drawn from; None: a point mass at the proposal.
     target_probs [b, W, V]: row j is the target's distribution after ``candidates[:, :j+1]``. Both float32, float64, bfloat16
-    or float16, not necessarily normalised; NaN and negative numbers count as 0.
+    or float16, not necessarily normalised; NaN and negative numbers count as 0, an infinite sum is an error (on CUDA: not noticed).
     uniforms [b, W] float32 or float64 in [0, 1]: column j < W-1 tests proposal j+1, the last column is for the final draw.
     verify_lens [b] int32 or int64 in 1..W: only so many columns (and rows of target_probs) exist for row r.
     out: optional pair (accept_lens [b] int32, out_tokens [b, W] of candidates' dtype).
