@@ -110,6 +110,11 @@ class Checker {
   void require(bool ok, std::string_view name, const std::string& expected, const std::string& got) const {
     if (!ok) fail(name, expected, got);
   }
+  /// An array of `count` entries behind a plain pointer, as in `followers` and `num_followers`.
+  void array(std::string_view name, const void* entries, std::string_view count_name, std::int64_t count) const {
+    require(count >= 0, count_name, "0 or more", std::to_string(count));
+    require(count == 0 || entries != nullptr, name, std::to_string(count) + " entries", "a null pointer");
+  }
   /// What the call writes shares memory with nothing else that it was given: every argument that went through `same_device()` or
   /// `written()`, under another name. The names must still be alive.
   void outputs_apart() const;

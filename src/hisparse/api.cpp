@@ -31,6 +31,9 @@ SwapState swap_state_view(const SwapShape& shape, void* memory, Device device) {
   check_shape("swap_state_view", shape);
   const layout::StateBlock at = layout::state_block(shape.requests, shape.hot, shape.tail, shape.context);
   auto* base = static_cast<std::byte*>(memory);
+  const core::Checker check("swap_state_view");
+  check.require(base != nullptr || shape.requests == 0, "memory", "a block of swap_state_bytes bytes", "a null pointer");
+  check.require(reinterpret_cast<std::uintptr_t>(base) % layout::kBlockAlign == 0, "memory", "alignment to 64 bytes", "another address");
   const std::int64_t R = shape.requests, W = shape.hot + shape.tail;
   SwapState s;
   s.slot_tokens = TensorView(base, DType::kInt32, {R, W}, device);

@@ -446,6 +446,7 @@ ReplayPlanArgs check(const ReplayPlanParams& p, std::vector<CopyArgs>& followers
   a.batch = min_rows({&p.miss_src, &p.miss_dst, &p.miss_count});
   a.capacity = std::min(p.miss_src.sizes[1], p.miss_dst.sizes[1]);
   followers.clear();
+  check.array("followers", p.followers, "num_followers", p.num_followers);
   for (std::int64_t i = 0; i < p.num_followers; ++i) {
     const LayerNames names("", p.num_followers == 1 ? "" : fmt::format("[{}]", i));
     Checker follower = check;  // the plan, and this layer: layers may share buffers
@@ -461,6 +462,8 @@ TransferArgs check(const TransferPagedParams& p, std::vector<TransferLayer>& lay
   check.arg("src_indices", p.src_indices).required().dtype({DType::kInt32, DType::kInt64}).shape({N}).same_device();
   check.arg("dst_indices", p.dst_indices).required().dtype(p.src_indices.dtype).shape({N}).same_device();
   layers.clear();
+  check.array("src", p.src, "num_layers", p.num_layers);
+  check.array("dst", p.dst, "num_layers", p.num_layers);
   std::deque<std::string> names;
   for (std::int64_t i = 0; i < p.num_layers; ++i) {
     const std::string &src = names.emplace_back(fmt::format("src[{}]", i)), &dst = names.emplace_back(fmt::format("dst[{}]", i));

@@ -242,6 +242,9 @@ struct Coordinator::Impl {
       check.require(!core::may_overlap(t, *all[i]), name, "memory of its own",
                     fmt::format("memory that overlaps {}", static_cast<const char* const*>(names[at(l)])[i]));
   }
+  void first_pair(const void* rows, const char* name) const {
+    if (rows == nullptr) refuse(name, "memory", "a null pointer");
+  }
   void second_pair(std::int64_t l, const void* rows_v, const char* name) const {
     if ((rows[at(l)].pairs == 2) != (rows_v != nullptr))
       refuse(name, rows[at(l)].pairs == 2 ? "a row of the second pair" : "none: the layer has one pair", rows_v ? "one" : "none");
@@ -387,7 +390,11 @@ void Coordinator::stage(std::int64_t layer, std::int64_t request, std::int64_t p
   require(position >= q.length && position <= q.staged[at(l)], "position", position, "{}..{}, the positions that come next", q.length,
           q.staged[at(l)]);
   require(count >= 0 && count <= reserved - position, "count", count, "at most {} reserved positions", reserved - position);
+  if (count > 0) m.first_pair(rows, "rows");
   if (count > 0) m.second_pair(l, rows_v, "rows_v");
+  for (const std::int64_t bytes : {pitch, rows_v ? pitch_v : pitch})
+    require(count <= 1 || bytes == 0 || bytes >= m.rows[at(l)].item_bytes, "pitch", bytes, "at least the {} bytes of a row, or 0",
+            m.rows[at(l)].item_bytes);
   const void* const from[2] = {rows, rows_v};
   const std::int64_t step[2] = {pitch, pitch_v};
   for (int i = 0; i < m.rows[at(l)].pairs; ++i)
@@ -500,6 +507,7 @@ std::int64_t Coordinator::verify_loc(std::int64_t request, std::int64_t j) const
 void Coordinator::write(std::int64_t layer, std::int64_t request, std::int64_t j, const void* row, const void* row_v) {
   Impl& m = *impl_;
   const std::int64_t l = m.local(layer), where = verify_loc(request, j);
+  m.first_pair(row, "row");
   m.second_pair(l, row_v, "row_v");
   const void* const from[2] = {row, row_v};
   for (int i = 0; i < m.rows[at(l)].pairs; ++i) cpu::unpack_row(from[i], m.device_spans(l, i, where));

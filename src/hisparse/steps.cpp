@@ -108,6 +108,8 @@ void copy_rows(const CopyRowsParams& p, Stream) {
   check.arg("dst_rows", p.dst_rows).required().dtype({DType::kInt32, DType::kInt64}).shape({n}).same_device();
   std::vector<CopyRowsLayer> layers;
   CopyRowsArgs a{integers(p.src_rows), integers(p.dst_rows), n, p.layout == RowLayout::kDsv4Paged, -1};
+  check.array("src", p.src, "num_layers", p.num_layers);
+  check.array("dst", p.dst, "num_layers", p.num_layers);
   std::deque<std::string> names;
   for (std::int64_t l = 0; l < p.num_layers; ++l) {
     const std::string &from = names.emplace_back(fmt::format("src[{}]", l)), &to = names.emplace_back(fmt::format("dst[{}]", l));
@@ -152,6 +154,7 @@ void accept_window(const AcceptWindowParams& p, Stream) {
   a.host_rows = a.device_rows = INT64_MAX;
   std::vector<WindowLayer> layers;
   std::deque<LayerNames> layer_names;
+  check.array("groups", p.groups, "num_groups", p.num_groups);
   for (std::int64_t g = 0; g < p.num_groups; ++g)
     for (std::int64_t l = 0; l < p.groups[g].num_layers; ++l) {
       layer_names.emplace_back(fmt::format("layers[{}].", layers.size()));

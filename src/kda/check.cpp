@@ -517,6 +517,7 @@ FoldArgs check(const FoldParams& p, const char* op) {
 std::vector<RollbackArgs> check(const RollbackConvWindowsParams* params, std::int64_t count) {
   std::vector<RollbackArgs> all;
   Checker check("rollback_conv_windows");  // of all items: no pool may hold what another one's windows or indices are read from
+  check.array("params", params, "count", count);
   for (std::int64_t i = 0; i < count; ++i) {
     const RollbackConvWindowsParams& p = params[i];
     check.next_item();
