@@ -164,4 +164,63 @@ TEST(HisparseSteps, Refusals) {
   EXPECT_EQ(text([&] { copy_rows(c); }), "copy_rows: dst_rows: expected rows below 4, got 4 at [0].");
 }
 
+/// What is written lies apart from everything else; one buffer as both ends, and one table for reserved and committed rows, are meant.
+TEST(HisparseSteps, OutputsLieApart) {
+  Tables t(2, 4, 2, 8);
+  std::vector<i64> ids{0, 1};
+  std::vector<i32> widths{1, 2}, accepted{1, 2};
+  std::vector<std::uint8_t> host(16 * 8), device(12 * 8);
+  KvBuffers layers[2];
+  layers[0].host_cache = TensorView(host.data(), DType::kUInt8, {16, 8});
+  layers[0].device_buffer = TensorView(device.data(), DType::kUInt8, {12, 8});
+  WindowGroup group{t.state(), layers, 1};
+  const auto tail = " expected memory of its own, got memory that overlaps ";
+  const auto overlap = [&](const char* op, const char* name, const char* other) {
+    return std::string(op) + ": " + name + ":" + tail + other + ".";
+  };
+
+  OpenWindowParams open;
+  open.groups = &group, open.num_groups = 1, open.requests = view(ids, {2}), open.widths = view(widths, {2});
+  open.lengths = view(t.lengths, {2}), open.locs = view(widths, {2, 1});
+  EXPECT_EQ(text([&] { open_window(open); }), overlap("open_window", "locs", "widths"));
+  open.locs = view(t.locs, {2, 2});
+  EXPECT_EQ(text([&] { open_window(open); }), overlap("open_window", "locs", "groups[0].state.slot_locs"));
+  open.locs = {};
+  WindowGroup twice[2] = {group, group};
+  open.groups = twice, open.num_groups = 2;
+  EXPECT_EQ(text([&] { open_window(open); }), overlap("open_window", "groups[1].state.slot_tokens", "groups[0].state.slot_tokens"));
+  open.groups = &group, open.num_groups = 1;
+
+  AcceptWindowParams p;
+  p.groups = &group, p.num_groups = 1, p.requests = open.requests, p.widths = open.widths, p.accepted = open.widths;
+  p.lengths = view(accepted, {2}), p.accepted = view(accepted, {2});
+  p.reserved_rows = view(t.reserved, {2, 8}), p.host_cache_locs = view(t.committed, {2, 8});
+  EXPECT_EQ(text([&] { accept_window(p); }), overlap("accept_window", "lengths", "accepted"));
+  p.lengths = open.lengths;
+  layers[1] = layers[0], group.num_layers = 2;
+  EXPECT_EQ(text([&] { accept_window(p); }), overlap("accept_window", "layers[1].device_buffer", "layers[0].device_buffer"));
+  group.num_layers = 1;
+  p.reserved_rows = p.host_cache_locs = view(t.reserved, {2, 8});
+  open_window(open);
+  accept_window(p);
+  EXPECT_EQ(t.lengths, (std::vector<i32>{1, 2}));
+
+  std::vector<i32> rows{0, 1};
+  const TensorView whole = layers[0].host_cache;
+  const TensorView low(host.data(), DType::kUInt8, {8, 8}), shifted(host.data() + 4, DType::kUInt8, {8, 8});
+  std::iota(host.begin(), host.end(), std::uint8_t{0});
+  const std::vector<std::uint8_t> kept = host;
+  CopyRowsParams c;
+  c.src = &low, c.dst = &shifted, c.num_layers = 1, c.src_rows = view(rows, {1}),
+  c.dst_rows = TensorView(rows.data() + 1, DType::kInt32, {1});
+  EXPECT_EQ(text([&] { copy_rows(c); }), overlap("copy_rows", "dst[0]", "src[0]"));
+  const TensorView index(host.data(), DType::kInt32, {1});
+  c.dst = &low, c.src = &layers[0].device_buffer, c.src_rows = index;
+  EXPECT_EQ(text([&] { copy_rows(c); }), overlap("copy_rows", "dst[0]", "src_rows"));
+  EXPECT_EQ(host, kept);
+  c.src = c.dst = &whole, c.src_rows = view(rows, {1});
+  copy_rows(c);
+  EXPECT_TRUE(std::equal(host.begin(), host.begin() + 8, host.begin() + 8));
+}
+
 }  // namespace
