@@ -292,7 +292,12 @@ class HostileExecutor final : public Executor {
 
 template <class F>
 void same_bytes_in_any_modes(F&& operation) {
-  const std::vector<std::byte> want = operation();
+  std::vector<std::byte> want;
+  {
+    ThreadPool calm(2);
+    const InjectedExecutor injected(calm);
+    want = operation();
+  }
   HostileExecutor hostile;
   for (const bool caller : {false, true}) {
     const InjectedExecutor injected(hostile);
