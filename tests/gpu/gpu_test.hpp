@@ -15,6 +15,7 @@
 #include <cstring>
 #include <functional>
 #include <initializer_list>
+#include <new>
 #include <random>
 #include <string>
 #include <vector>
@@ -65,6 +66,19 @@ struct DTypeOf<std::uint8_t> {
   static constexpr DType value = DType::kUInt8;
 };
 
+/// Host memory aligned as cudaMalloc aligns: what may lie in the one copy may lie in the other.
+template <class T>
+struct AlignedAllocator {
+  using value_type = T;
+  static constexpr std::align_val_t kAlign{256};
+  AlignedAllocator() = default;
+  template <class U>
+  AlignedAllocator(const AlignedAllocator<U>&) {}  // NOLINT: implicit as the standard asks
+  T* allocate(std::size_t n) { return static_cast<T*>(::operator new(n * sizeof(T), kAlign)); }
+  void deallocate(T* p, std::size_t) { ::operator delete(p, kAlign); }
+  bool operator==(const AlignedAllocator&) const { return true; }
+};
+
 /// An array of raw bytes in host and device memory. The device's copy lies between red zones.
 class Bytes {
  public:
@@ -113,7 +127,7 @@ class Bytes {
   }
 
  private:
-  std::vector<unsigned char> host_, pristine_;
+  std::vector<unsigned char, AlignedAllocator<unsigned char>> host_, pristine_;
   void* block_ = nullptr;
 };
 
