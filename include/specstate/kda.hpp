@@ -14,8 +14,10 @@
 // of either. Convolution and norm weights, ring g and ring beta: float32. State and snapshots: float32, or bfloat16 (both alike).
 // Index tensors: int32 or int64 of any stride. Tensors written [T, ...] may carry a leading dimension of 1.
 //
-// Guarantees (bit for bit, on one instruction set): ring output = snapshot output; fold(accept = n) = snapshot n-1; a verify of W
-// tokens = W decodes; a request's result depends neither on the other requests of the call nor on the thread count.
+// Guarantees (bit for bit, on one instruction set or one GPU architecture): fold(accept = n) = snapshot n-1; a request's result depends
+// neither on the other requests of the call nor on the thread count or launch; ring output = snapshot output and a verify of W tokens =
+// W decodes. On CUDA the outputs (not the records, nor the states folded from them) of a ring-mode verify have the last two with `exact`
+// only: without it a faster form gives them, within float32 rounding (src/kda/SEMANTICS.md). CPU and CUDA agree within tolerances.
 //
 // All functions throw Error(kValue) naming the argument before anything is written, and are safe to call from several threads as
 // long as the calls write different memory.
@@ -73,7 +75,10 @@ struct VerifyParams : StepParams {
   /// Tree: [N, >= tokens of each request] index of a token's parent within its request, < 0: the request's own state. A parent comes
   /// before its children; token 0 always starts from the request's state. Not given: a chain.
   TensorView parents;
-  bool exact = false;         ///< bitwise output parity of the modes, also on CUDA; the CPU always has it
+  bool exact = false;  ///< bitwise output parity of the modes, also on CUDA; the CPU always has it
+  /// Deferred fold: [>= pool] int32, tokens of each slot's record that are accepted and not yet in its state (`defer_fold`). They are
+  /// folded first: state is then written, and the counts of the call's slots become 0. Needs rings. Bit for bit a `fold` before the call.
+  TensorView pending;
   bool update_state = false;  ///< also store the state after each request's last token in its slot (not pure then)
   /// Rows of slot <= null_slot start from zeros and give output; they write no state and no ring. A row < 0 has no snapshots.
   bool null_from_zero = false;
@@ -91,6 +96,9 @@ struct FoldParams {
   Rings rings;        ///< as in Rings, with a leading layer dimension if state has one
   TensorView slots;   ///< [N]; <= null_slot: skipped
   TensorView accept;  ///< [N] tokens to commit, the bonus token included; <= 0: skipped
+  /// In the place of accept: [>= pool] int32, or [layers, >= pool] with layers; a request's tokens are those that its slot's count names,
+  /// which becomes 0. The flush of a deferred fold.
+  TensorView pending;
   /// Prefix-cache snapshots (both or none): after token track_step[n] (0-based) the state is also stored in slot track[n]; skipped
   /// for track[n] <= null_slot and for a step that is not among the accepted ones.
   TensorView track, track_step;  ///< [N]
@@ -100,6 +108,17 @@ struct FoldParams {
 /// Replays the accepted tokens of each request from the rings into its state. One call for one or all layers.
 /// An accepted entry that was never recorded (beta not a number, or all of it zero) is refused.
 SPECSTATE_API void fold(const FoldParams& params, Stream stream = {});
+
+struct DeferFoldParams {
+  TensorView pending;  ///< [slots] int32, or [layers, slots]; in place
+  TensorView slots;    ///< [N]; <= null_slot: skipped
+  TensorView accept;   ///< [N] accepted tokens, the bonus token included; <= 0: skipped
+  std::int64_t null_slot = -1;
+};
+/// The deferred fold: pending[slot] = accept, in the place of `fold`. The next verify of the slot with this `pending` folds them first,
+/// which spares one of the three passes over the state in a step. Whatever else reads the slot's state (decode, a prefill, a copy for a
+/// prefix cache) comes after a flush: `fold` with pending. A slot that gets a new owner has its count set to 0 with its state.
+SPECSTATE_API void defer_fold(const DeferFoldParams& params, Stream stream = {});
 
 struct RollbackConvWindowsParams {
   TensorView pool;                      ///< [pool, C, 3], any strides; in place

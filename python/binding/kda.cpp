@@ -27,13 +27,13 @@ std::optional<double> number(const OptDouble& x) { return x.has_value() ? std::o
   p.l2norm = l2norm, p.round_before_norm = round_before_norm, p.null_slot = null_slot
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_verify, [](SPECSTATE_KDA_STEP, Opt rawv, Opt rawk, Opt ring_g, Opt ring_beta, Opt snapshots, Opt conv_q,
-                                             Opt conv_k, Opt conv_v, Opt rows, Opt parents, bool exact, bool update_state,
+                                             Opt conv_k, Opt conv_v, Opt rows, Opt parents, Opt pending, bool exact, bool update_state,
                                              bool null_from_zero, bool fused, std::int64_t s) {
   guard([&] {
     kda::VerifyParams p;
     SPECSTATE_KDA_FILL(p);
     p.rings = {view("rawv", rawv), view("rawk", rawk), view("g", ring_g), view("beta", ring_beta)};
-    SPECSTATE_SET(p, snapshots, conv_q, conv_k, conv_v, rows, parents);
+    SPECSTATE_SET(p, snapshots, conv_q, conv_k, conv_v, rows, parents, pending);
     p.exact = exact, p.update_state = update_state, p.null_from_zero = null_from_zero;
     fused ? kda::fused_kda_decode_mtp_dspark(p, stream(s)) : kda::verify(p, stream(s));
   });
@@ -49,17 +49,26 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_decode, [](SPECSTATE_KDA_STEP, std::int64_t s)
 
 // form: 0 fold, 1 commit_kda_replayssm_spec, 2 its all-layers form.
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_fold, [](Opt state, Opt rawv, Opt rawk, Opt g, Opt beta, Opt slots, Opt accept, Opt track, Opt track_step,
-                                           bool l2norm, std::int64_t null_slot, std::int64_t max_cache_len, std::int64_t num_k_heads,
-                                           std::int64_t form, std::int64_t s) {
+                                           Opt pending, bool l2norm, std::int64_t null_slot, std::int64_t max_cache_len,
+                                           std::int64_t num_k_heads, std::int64_t form, std::int64_t s) {
   guard([&] {
     kda::CommitParams p;
-    SPECSTATE_SET(p, state, slots, accept, track, track_step);
+    SPECSTATE_SET(p, state, slots, accept, track, track_step, pending);
     p.rings = {view("rawv", rawv), view("rawk", rawk), view("g", g), view("beta", beta)};
     p.l2norm = l2norm, p.null_slot = null_slot;
     p.max_cache_len = max_cache_len, p.num_k_heads = num_k_heads;
     if (form == 0) kda::fold(p, stream(s));
     if (form == 1) kda::commit_kda_replayssm_spec(p, stream(s));
     if (form == 2) kda::commit_kda_replayssm_spec_all_layers(p, stream(s));
+  });
+});
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_defer_fold, [](Opt pending, Opt slots, Opt accept, std::int64_t null_slot, std::int64_t s) {
+  guard([&] {
+    kda::DeferFoldParams p;
+    SPECSTATE_SET(p, pending, slots, accept);
+    p.null_slot = null_slot;
+    kda::defer_fold(p, stream(s));
   });
 });
 

@@ -26,6 +26,7 @@ OPERATIONS = {
         "commit_kda_replayssm_spec_all_layers",
         "cutedsl_fused_sigmoid_gating_kda_update",
         "decode",
+        "defer_fold",
         "fold",
         "fused_kda_decode_mtp_dspark",
         "fused_sigmoid_gating_delta_rule_update",

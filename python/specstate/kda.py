@@ -2,7 +2,7 @@
 
 ``verify`` runs the proposed tokens of each request and leaves the state alone; it records per token either what the update needs
 (``rings``, about 1 kB a token and head) or the whole state (``snapshots``, 64 kB). ``fold`` replays the accepted tokens from the
-rings into the state, ``rollback_conv_windows`` commits the convolution's windows. ``decode`` runs certain tokens in place.
+rings into the state (``defer_fold`` leaves that to the next verify), ``rollback_conv_windows`` commits the convolution's windows. ``decode`` runs certain tokens in place.
 
 Sizes: N requests, T tokens of all requests, H key heads, HV value heads (a multiple of H), K and V channels of a head (64 or 128),
 L ring length, C = H*K or HV*V convolution channels. "act" is bfloat16 or float32, one for a whole call. On the CPU everything is
@@ -60,7 +60,7 @@ def _result(out, like):
 def verify(x_q, x_k, x_v, g, beta, A_log, dt_bias, state, slots, cu_seqlens=None, *, w_q=None, w_k=None, w_v=None, cs_q=None, cs_k=None,
            cs_v=None, rings=None, snapshots=None, conv_q=None, conv_k=None, conv_v=None, rows=None, parents=None, onorm_gate=None,
            onorm_weight=None, onorm_eps=None, lower_bound=None, softplus_beta=1.0, softplus_threshold=20.0, scale=None, l2norm=True,
-           round_before_norm=False, exact=False, update_state=False, null_from_zero=False, null_slot=-1, out=None,
+           round_before_norm=False, exact=False, update_state=False, null_from_zero=False, null_slot=-1, pending=None, out=None,
            stream=None):  # fmt: skip
     """Verify T proposed tokens of N requests; writes no pool.
 
@@ -79,19 +79,22 @@ def verify(x_q, x_k, x_v, g, beta, A_log, dt_bias, state, slots, cu_seqlens=None
     scale: of q, default K ** -0.5. l2norm: q and k are normalised. round_before_norm: the output is rounded to act before its norm too.
     exact: on CUDA, outputs with rings equal those with snapshots bit for bit (on the CPU they always do).
     update_state also stores the state after each request's last token; null_from_zero runs padding rows from a zero state.
+    pending [>= pool] int32: a deferred fold (`defer_fold`). The tokens that it counts for a slot are folded from the rings into the state
+        before the slot's new tokens are verified, bit for bit as by `fold` before this call; the counts of the call's slots become 0.
 
     Returns out [T, HV, V] act. Raises ValueError naming the argument; nothing is written then.
     """
     out = _result(out, x_v)
     ring = (None,) * 4 if rings is None else group("verify", "rings", rings, Rings)
-    update_state = flag("update_state", update_state)
+    update_state, pending = flag("update_state", update_state), array_out("pending", pending)
+    writes_state = update_state or pending is not None
     function("kda_verify")(
         *_step(False, x_q, x_k, x_v, w_q, w_k, w_v, cs_q, cs_k, cs_v, g, beta, A_log, dt_bias,
-               array_out("state", state) if update_state else state, slots, cu_seqlens, onorm_gate, onorm_weight, onorm_eps, out,
+               array_out("state", state) if writes_state else state, slots, cu_seqlens, onorm_gate, onorm_weight, onorm_eps, out,
                lower_bound, softplus_beta, softplus_threshold, scale, l2norm, round_before_norm, null_slot),
         *(array_out("rings." + name, x) for name, x in zip(Rings._fields, ring, strict=True)),
         array_out("snapshots", snapshots), array_out("conv_q", conv_q), array_out("conv_k", conv_k), array_out("conv_v", conv_v),
-        array_in("rows", rows), array_in("parents", parents), flag("exact", exact), update_state, flag("null_from_zero", null_from_zero),
+        array_in("rows", rows), array_in("parents", parents), pending, flag("exact", exact), update_state, flag("null_from_zero", null_from_zero),
         False, stream_handle(stream, x_q),
     )  # fmt: skip
     return out
@@ -115,28 +118,44 @@ def decode(x_q, x_k, x_v, g, beta, A_log, dt_bias, state, slots, cu_seqlens=None
     return out
 
 
-def fold(state, rings, slots, accept, *, track=None, track_step=None, l2norm=True, null_slot=-1, stream=None):
+def fold(state, rings, slots, accept=None, *, track=None, track_step=None, pending=None, l2norm=True, null_slot=-1, stream=None):
     """Replay the accepted tokens of each request from the rings into its state, in place.
 
     state [pool, HV, V, K] and `Rings`; or all layers in one call: state and every ring with a leading layer dimension.
     slots [N], <= null_slot is skipped; accept [N], tokens to commit with the bonus token, <= 0 is skipped, > L a ValueError.
     track, track_step [N] (both or none): after token track_step[n] the state is also stored in slot track[n].
+    pending [>= pool] int32, or [layers, >= pool] with layers, in the place of accept: commits what `defer_fold` counted there for the slots
+        (the flush of a deferred fold); their counts become 0.
     l2norm: k is normalised, as it was in the verify.
     An accepted entry that no verify recorded is refused. Returns state.
     """
     rings = group("fold", "rings", rings, Rings)
     _fold(0, state, rings, slots, accept, track, track_step, l2norm, null_slot, 0, 0, stream,
           ("state", "rings.rawv", "rings.rawk", "rings.g", "rings.beta", "slots", "accept", "track", "track_step", "l2norm",
-           "null_slot"))  # fmt: skip
+           "null_slot"), array_out("pending", pending))  # fmt: skip
     return state
 
 
-def _fold(form, state, rings, slots, accept, track, track_step, l2norm, null_slot, max_cache_len, num_k_heads, stream, names):
+def defer_fold(pending, slots, accept, *, null_slot=-1, stream=None):
+    """Accepted tokens that the next verify will fold: ``pending[slots[n]] = accept[n]``, in the place of `fold`.
+
+    pending [slots] int32, or [layers, slots]: hand each layer's verify its own row. slots [N], <= null_slot is skipped; accept [N], tokens to
+    commit with the bonus token, <= 0 is skipped. It spares one of the three passes over the state in a step. Before anything else reads a
+    slot's state (decode, a prefill, a copy for a prefix cache) comes a flush: `fold` with pending. A slot that gets a new owner has its count
+    set to 0 with its state. A slot whose tokens still wait is refused (on a GPU: they are lost). Returns pending.
+    """
+    function("kda_defer_fold")(
+        array_out("pending", pending), array_in("slots", slots), array_in("accept", accept), integer("null_slot", null_slot), stream_handle(stream, pending)
+    )
+    return pending
+
+
+def _fold(form, state, rings, slots, accept, track, track_step, l2norm, null_slot, max_cache_len, num_k_heads, stream, names, pending=None):
     """`names`: of the arrays, of l2norm and of null_slot."""
     arrays = [array_out(names[0], state)]
     arrays += [array_in(name, x) for name, x in zip(names[1:-2], (*rings, slots, accept, track, track_step), strict=True)]
     numbers = flag(names[-2], l2norm), integer(names[-1], null_slot), integer("max_cache_len", max_cache_len), integer("num_k_heads", num_k_heads)
-    function("kda_fold")(*arrays, *numbers, form, stream_handle(stream, state))
+    function("kda_fold")(*arrays, pending, *numbers, form, stream_handle(stream, state))
 
 
 def rollback_conv_windows(conv_pools, intermediate_windows, slots, last_correct_step, *, rows=None, track_slots=None, track_steps=None,
@@ -178,7 +197,7 @@ def fused_kda_decode_mtp_dspark(*, x_q, x_k, x_v, w_q, w_k, w_v, cs_q, cs_k, cs_
                                 intermediate_ssm, intermediate_state_indices, intermediate_conv_q, intermediate_conv_k,
                                 intermediate_conv_v, ssm_state_indices, cu_seqlens, lower_bound, scale=None, replayssm_rawv=None,
                                 replayssm_rawk=None, replayssm_g=None, replayssm_beta=None, onorm_gate=None, onorm_weight=None,
-                                onorm_eps=None, exact=False, out=None, stream=None):  # fmt: skip
+                                onorm_eps=None, exact=False, pending=None, out=None, stream=None):  # fmt: skip
     """sglang's fused verify: a chain of 1 + num_spec tokens a request, safe gate, head dims of 128; `verify` with its checks and texts.
 
     x_q, x_k, x_v, g, onorm_gate [1, T, H, 128]; beta [1, T, H]; w_* [H*128, 4]; cs_* [pool, H*128, 3], read only;
@@ -186,7 +205,8 @@ def fused_kda_decode_mtp_dspark(*, x_q, x_k, x_v, w_q, w_k, w_v, cs_q, cs_k, cs_
     intermediate_ssm [rows, >= T/N, H, 128, 128]: snapshots, not written if the four replayssm_* rings are given (layouts as in `Rings`).
     intermediate_conv_* [rows, >= T/N, H*128, 3]; intermediate_state_indices [>= N]: each request's row of the intermediates.
     lower_bound, scale, A_log [H], dt_bias [H*128], onorm_weight [128] and onorm_eps as in `verify`.
-    exact: bitwise parity of the two modes' outputs on CUDA too (the CPU always has it).
+    exact: bitwise parity of the two modes' outputs on CUDA too (the CPU always has it). pending: a deferred fold, as in `verify`;
+    recurrent_state is written then.
 
     Returns out [1, T, H, 128] of x_v's dtype. A request shorter than T/N writes only its own tokens' entries.
     """
@@ -194,15 +214,16 @@ def fused_kda_decode_mtp_dspark(*, x_q, x_k, x_v, w_q, w_k, w_v, cs_q, cs_k, cs_
     rings = (("replayssm_rawv", replayssm_rawv), ("replayssm_rawk", replayssm_rawk), ("replayssm_g", replayssm_g),
              ("replayssm_beta", replayssm_beta))  # fmt: skip
     in_rings = all(x is not None for _, x in rings)
+    pending = array_out("pending", pending)
     function("kda_verify")(
-        *_step(False, x_q, x_k, x_v, w_q, w_k, w_v, cs_q, cs_k, cs_v, g, beta, A_log, dt_bias, recurrent_state, ssm_state_indices,
-               cu_seqlens, onorm_gate, onorm_weight, onorm_eps, out, lower_bound, 1.0, 20.0, scale, True, False, -1,
+        *_step(False, x_q, x_k, x_v, w_q, w_k, w_v, cs_q, cs_k, cs_v, g, beta, A_log, dt_bias,
+               recurrent_state if pending is None else array_out("recurrent_state", recurrent_state), ssm_state_indices, cu_seqlens, onorm_gate, onorm_weight, onorm_eps, out, lower_bound, 1.0, 20.0, scale, True, False, -1,
                state_name="recurrent_state", slots_name="ssm_state_indices"),
         *(array_out(name, x) for name, x in rings),
         None if in_rings else array_out("intermediate_ssm", intermediate_ssm),
         array_out("intermediate_conv_q", intermediate_conv_q), array_out("intermediate_conv_k", intermediate_conv_k),
         array_out("intermediate_conv_v", intermediate_conv_v),
-        array_in("intermediate_state_indices", intermediate_state_indices), None, flag("exact", exact), False, False, True,
+        array_in("intermediate_state_indices", intermediate_state_indices), None, pending, flag("exact", exact), False, False, True,
         stream_handle(stream, x_q),
     )  # fmt: skip
     return out

@@ -67,6 +67,11 @@ void fold(const FoldParams& params, Stream stream) {
   dispatch("fold", params.state.device, args, stream);
 }
 
+void defer_fold(const DeferFoldParams& params, Stream stream) {
+  const DeferArgs args = check(params);
+  dispatch("defer_fold", params.pending.device, args, stream);
+}
+
 void rollback_conv_windows(const RollbackConvWindowsParams* params, std::int64_t count, Stream stream) {
   const std::vector<RollbackArgs> all = check(params, count);
   for (std::int64_t i = 0; i < count; ++i)

@@ -33,6 +33,14 @@ struct Index {
   constexpr explicit operator bool() const { return data != nullptr; }
 };
 
+/// How many tokens of a slot's record are accepted and not yet in its state: [layers, slots] int32, read and set to 0.
+struct Pending {
+  std::int32_t* data = nullptr;
+  std::int64_t stride[2] = {};
+
+  constexpr explicit operator bool() const { return data != nullptr; }
+};
+
 /// q, k or v before the recurrence.
 struct Channel {
   Array x;        // [T, heads, D], D dense
@@ -45,6 +53,25 @@ struct Request {
   std::int64_t slot;  // -1: padding
   std::int64_t row;   // of snapshots and windows; -1: none
   std::int64_t begin, tokens;
+  std::int64_t pending = 0;  // tokens to fold before
+};
+
+struct FoldRequest {
+  std::int64_t layer, slot, tokens, track, track_step;  // track -1: none
+};
+
+struct FoldCall {
+  Array state;                             // [layers, pool, HV], V*K dense
+  Array rawv, rawk, ring_g, ring_beta;     // [layers, slots, heads, L, D]
+  Index slots, accept, track, track_step;  // [N]
+  Pending pending;                         // given: in the place of accept
+  Index cu;                                // [N + 1] with pending, or not given: requests without tokens have nothing to fold
+  std::int64_t N, pool, L, null_slot;
+  std::int64_t layers, H, HV, K, V;
+  bool scalar_gate, l2norm;
+};
+struct FoldArgs : FoldCall {
+  std::vector<FoldRequest> requests;  // only those with something to commit
 };
 
 struct VerifyCall {
@@ -59,6 +86,7 @@ struct VerifyCall {
   Array out;                                                   // [T, HV, V], V dense
   Array rawv, rawk, ring_g, ring_beta;                         // [slots, heads, L, D]
   Array snapshots;                                             // [rows, steps, HV], V*K dense
+  Pending pending;                                             // of the rings: folded into the state first
   Index slots, cu, rows, parents;                              // [N], [N + 1], [N], [N, columns]; cu not given: T / N tokens each
   std::int64_t N, pool, row_count, steps, columns, null_slot;  // steps: the fewest that snapshots and windows have
   std::int64_t T, H, HV, K, V, L;
@@ -71,22 +99,20 @@ struct VerifyArgs : VerifyCall {
   std::vector<Request> requests;
   std::vector<std::int32_t> parents_of;  // [T], index within the request, -1: the request's own state; empty: chains
   std::int64_t tokens_end;               // cu_seqlens[N]
+  FoldCall deferred;                     // with `pending`: that fold, of the same requests
 };
 
-struct FoldRequest {
-  std::int64_t slot, tokens, track, track_step;  // track -1: none
+struct Deferral {
+  std::int64_t slot, accept;
 };
 
-struct FoldCall {
-  Array state;                             // [layers, pool, HV], V*K dense
-  Array rawv, rawk, ring_g, ring_beta;     // [layers, slots, heads, L, D]
-  Index slots, accept, track, track_step;  // [N]
-  std::int64_t N, pool, L, null_slot;
-  std::int64_t layers, H, HV, K, V;
-  bool scalar_gate, l2norm;
+struct DeferCall {
+  Pending pending;
+  Index slots, accept;  // [N]
+  std::int64_t N, layers, slot_count, null_slot;
 };
-struct FoldArgs : FoldCall {
-  std::vector<FoldRequest> requests;  // only those with something to commit
+struct DeferArgs : DeferCall {
+  std::vector<Deferral> requests;  // only those with something to commit
 };
 
 struct WindowCopy {
@@ -106,12 +132,14 @@ struct RollbackArgs : RollbackCall {
 namespace cpu {
 void run(const VerifyArgs& args, Stream stream);
 void run(const FoldArgs& args, Stream stream);
+void run(const DeferArgs& args, Stream stream);
 void run(const RollbackArgs& args, Stream stream);
 }  // namespace cpu
 
 namespace cuda {
 void run(const VerifyArgs& args, Stream stream);
 void run(const FoldArgs& args, Stream stream);
+void run(const DeferArgs& args, Stream stream);
 void run(const RollbackArgs& args, Stream stream);
 }  // namespace cuda
 

@@ -68,6 +68,16 @@ void all_or_none(const Checker& check, std::initializer_list<std::pair<const cha
                  "none");
 }
 
+Pending pending_of(const TensorView& t) {
+  Pending p;
+  if (!t.given()) return p;
+  static std::int32_t nothing;
+  p.data = t.data ? static_cast<std::int32_t*>(t.data) : &nothing;
+  if (t.ndim == 2) p.stride[0] = t.strides[0];
+  p.stride[1] = t.strides[t.ndim - 1];
+  return p;
+}
+
 /// The recurrent state: dense inside a slot, a slot pitch of whole 16 bytes.
 void check_state(Checker& check, const char* name, const TensorView& t, int slot_dim) {
   check.arg(name, t).inner_contiguous(3).aligned(16);
@@ -282,6 +292,43 @@ void check_rings(Checker& check, const Rings& r, DType act, bool scalar_gate, in
   shape("rings.beta", r.beta, DType::kFloat32, HV, nullptr);
 }
 
+/// An accepted entry that no verify has recorded: beta is a sigmoid, so never NaN, and a log decay is minus something, so never +0
+/// (a gate that closed to nothing is -0): an entry of +0 alone is memory that nobody has written.
+void check_recorded(const Checker& check, const FoldCall& a, const FoldRequest& r) {
+  for (std::int64_t t = 0; t < r.tokens; ++t) {
+    bool blank = true;
+    for (std::int64_t h = 0; h < a.HV; ++h) {
+      const float beta = load(a.ring_beta, at(a.ring_beta, r.layer, r.slot, h, t));
+      check.require(!std::isnan(beta), "rings.beta", "recorded values for the accepted tokens (verify in ring mode comes first)",
+                    "nan in slot " + std::to_string(r.slot) + ", entry " + std::to_string(t));
+      blank = blank && beta == 0;
+    }
+    for (std::int64_t h = 0; h < a.HV && blank; ++h)
+      for (std::int64_t d = 0; d < (a.scalar_gate ? 1 : a.K) && blank; ++d)
+        blank = core::bits_of(load(a.ring_g, at(a.ring_g, r.layer, r.slot, h, t, d))) == 0;
+    for (std::int64_t h = 0; h < a.H && blank; ++h)
+      for (std::int64_t d = 0; d < a.K && blank; ++d) blank = load(a.rawk, at(a.rawk, r.layer, r.slot, h, t, d)) == 0;
+    check.require(!blank, "rings.beta", "recorded values for the accepted tokens (verify in ring mode comes first)",
+                  "only zeros in slot " + std::to_string(r.slot) + ", entry " + std::to_string(t));
+  }
+}
+
+/// The array with a layer in front, of which there is one.
+Array one_layer(const Array& a) {
+  Array r = a;
+  for (int i = 4; i > 0; --i) r.stride[i] = a.stride[i - 1];
+  r.stride[0] = 0;
+  return r;
+}
+
+/// Waiting tokens of a slot, within the ring.
+std::int64_t load_pending(const Checker& check, const FoldCall& a, std::int64_t layer, std::int64_t slot) {
+  const std::int64_t n = at(a.pending, layer, slot);
+  check.require(n >= 0 && n <= a.L, "pending", "counts from 0 to L=" + std::to_string(a.L),
+                std::to_string(n) + " for slot " + std::to_string(slot));
+  return n;
+}
+
 }  // namespace
 
 VerifyArgs check(const VerifyParams& p, const char* op) {
@@ -326,8 +373,19 @@ VerifyArgs check(const VerifyParams& p, const char* op) {
       .dtype({DType::kInt32, DType::kInt64})
       .shape({Dim::at_least(step.N, "N"), Dim::any("tokens")})
       .same_device();
-  if (p.update_state) check.arg("state", p.state).written();
+  check.arg("pending", p.pending).dtype(DType::kInt32).shape({Dim::at_least(step.pool, "pool")}).same_device().written();
+  check.require(rings || !p.pending.given(), "pending", "rings with it, which hold the pending tokens", "none");
+  if (p.update_state || p.pending.given()) check.arg("state", p.state).written();
   check.outputs_apart();
+  if (p.pending.given()) {
+    FoldCall& f = a.deferred;
+    f.state = one_layer(a.state), f.rawv = one_layer(a.rawv), f.rawk = one_layer(a.rawk);
+    f.ring_g = one_layer(a.ring_g), f.ring_beta = one_layer(a.ring_beta);
+    f.pending = a.pending = pending_of(p.pending), f.slots = a.slots, f.cu = a.cu;
+    f.N = a.N, f.pool = a.pool, f.L = a.L, f.null_slot = a.null_slot;
+    f.layers = 1, f.H = a.H, f.HV = a.HV, f.K = a.K, f.V = a.V;
+    f.scalar_gate = a.scalar_gate, f.l2norm = a.l2norm;
+  }
   a.update_state = p.update_state;
   a.null_from_zero = p.null_from_zero;
   a.exact = p.exact;
@@ -356,6 +414,10 @@ VerifyArgs check(const VerifyParams& p, const char* op) {
     }
     if (q.tokens == 0 || q.slot < 0) continue;
     if (rings || p.update_state) slots_once.add(q.slot);
+    if (a.pending) {
+      q.pending = load_pending(check, a.deferred, 0, q.slot);
+      check_recorded(check, a.deferred, {0, q.slot, q.pending, -1, -1});
+    }
   }
   slots_once.finish();
   rows_once.finish();
@@ -405,29 +467,6 @@ VerifyArgs check(const DecodeParams& p, const char* op) {
 
 namespace {
 
-/// Refuses an accepted entry that no verify has recorded: beta is a sigmoid, so never NaN, and a log decay is minus something, so never +0
-/// (a gate that closed to nothing is -0): an entry of +0 alone is memory that nobody has written.
-void check_recorded(const Checker& check, const FoldArgs& a) {
-  for (std::int64_t layer = 0; layer < a.layers; ++layer)
-    for (const FoldRequest& r : a.requests)
-      for (std::int64_t t = 0; t < r.tokens; ++t) {
-        bool blank = true;
-        for (std::int64_t h = 0; h < a.HV; ++h) {
-          const float beta = load(a.ring_beta, at(a.ring_beta, layer, r.slot, h, t));
-          check.require(!std::isnan(beta), "rings.beta", "recorded values for the accepted tokens (verify in ring mode comes first)",
-                        "nan in slot " + std::to_string(r.slot) + ", entry " + std::to_string(t));
-          blank = blank && beta == 0;
-        }
-        for (std::int64_t h = 0; h < a.HV && blank; ++h)
-          for (std::int64_t d = 0; d < (a.scalar_gate ? 1 : a.K) && blank; ++d)
-            blank = core::bits_of(load(a.ring_g, at(a.ring_g, layer, r.slot, h, t, d))) == 0;
-        for (std::int64_t h = 0; h < a.H && blank; ++h)
-          for (std::int64_t d = 0; d < a.K && blank; ++d) blank = load(a.rawk, at(a.rawk, layer, r.slot, h, t, d)) == 0;
-        check.require(!blank, "rings.beta", "recorded values for the accepted tokens (verify in ring mode comes first)",
-                      "only zeros in slot " + std::to_string(r.slot) + ", entry " + std::to_string(t));
-      }
-}
-
 /// The same tensor with a leading layer dimension.
 TensorView layered(const TensorView& t, bool has) {
   if (has || !t.given() || t.ndim >= kMaxDims) return t;
@@ -465,7 +504,14 @@ FoldArgs check(const FoldParams& p, const char* op) {
   check.require(H >= 1 && HV % H == 0, "rings.rawk", "a number of heads that divides HV=" + std::to_string(HV), std::to_string(H));
   check.require(slots >= pool, "rings.rawv", "at least pool=" + std::to_string(pool) + " slots", std::to_string(slots));
   check_index(check, "slots", p.slots, N);
-  check_index(check, "accept", p.accept, N);
+  check.arg("pending", p.pending).dtype(DType::kInt32).same_device();
+  if (!p.pending.given())
+    check_index(check, "accept", p.accept, N);
+  else if (has_layers)
+    check.arg("pending", p.pending).shape({layers, Dim::at_least(pool, "pool")}).written();
+  else
+    check.arg("pending", p.pending).shape({Dim::at_least(pool, "pool")}).written();
+  check.require(!p.pending.given() || !p.accept.given(), "accept", "none where pending says how many tokens", "both");
   all_or_none(check, {{"track", p.track.given()}, {"track_step", p.track_step.given()}});
   if (p.track.given()) {
     check_index(check, "track", p.track, N);
@@ -480,6 +526,7 @@ FoldArgs check(const FoldParams& p, const char* op) {
   a.l2norm = p.l2norm;
   a.slots = device_index(p.slots), a.accept = device_index(p.accept);
   a.track = device_index(p.track), a.track_step = device_index(p.track_step);
+  a.pending = pending_of(p.pending);
   a.N = N, a.pool = pool, a.L = L, a.null_slot = p.null_slot;
   if (!host_reads(p.state)) return a;
 
@@ -487,30 +534,75 @@ FoldArgs check(const FoldParams& p, const char* op) {
   TrackApart apart(check, "track");
   const std::string range = "slots below pool=" + std::to_string(pool) + ", or <= " + std::to_string(p.null_slot) + " to skip";
   for (std::int64_t i = 0; i < N; ++i) {
-    const std::int64_t slot = load_index(p.slots, i), accept = load_index(p.accept, i);
+    const std::int64_t slot = load_index(p.slots, i);
     check.require(slot <= p.null_slot || (slot >= 0 && slot < pool), "slots", range, std::to_string(slot) + " at " + std::to_string(i));
     const bool padding = slot <= p.null_slot;
-    check.require(padding || accept <= L, "accept", "at most L=" + std::to_string(L) + " tokens",
-                  std::to_string(accept) + " at " + std::to_string(i));
-    if (!padding) apart.request(slot);
-    if (padding || accept <= 0) continue;
-    FoldRequest r{slot, accept, -1, -1};
-    if (p.track.given()) {
-      const std::int64_t track = load_index(p.track, i), at_step = load_index(p.track_step, i);
-      check.require(track <= p.null_slot || (track >= 0 && track < pool), "track", range,
-                    std::to_string(track) + " at " + std::to_string(i));
-      if (track > p.null_slot && at_step >= 0 && at_step < accept) {
-        r.track = track, r.track_step = at_step;
-        once.add(track);
-        apart.track(track, i);
-      }
+    std::int64_t accept = 0;
+    if (!a.pending) {
+      accept = load_index(p.accept, i);
+      check.require(padding || accept <= L, "accept", "at most L=" + std::to_string(L) + " tokens",
+                    std::to_string(accept) + " at " + std::to_string(i));
     }
-    once.add(slot);
-    a.requests.push_back(r);
+    if (padding) continue;
+    apart.request(slot);
+    bool writes = false, tracks = false;
+    for (std::int64_t layer = 0; layer < a.layers; ++layer) {
+      FoldRequest r{layer, slot, a.pending ? load_pending(check, a, layer, slot) : accept, -1, -1};
+      if (r.tokens <= 0) continue;
+      writes = true;
+      if (p.track.given()) {
+        const std::int64_t track = load_index(p.track, i), at_step = load_index(p.track_step, i);
+        check.require(track <= p.null_slot || (track >= 0 && track < pool), "track", range,
+                      std::to_string(track) + " at " + std::to_string(i));
+        if (track > p.null_slot && at_step >= 0 && at_step < r.tokens) {
+          r.track = track, r.track_step = at_step;
+          if (!tracks) once.add(track), apart.track(track, i);
+          tracks = true;
+        }
+      }
+      a.requests.push_back(r);
+    }
+    if (writes) once.add(slot);
   }
   once.finish();
   apart.finish();
-  check_recorded(check, a);
+  for (const FoldRequest& r : a.requests) check_recorded(check, a, r);
+  return a;
+}
+
+DeferArgs check(const DeferFoldParams& p) {
+  Checker check("defer_fold");
+  DeferArgs a{};
+  Sym N("N");
+  check.arg("pending", p.pending).required().dtype(DType::kInt32).same_device();
+  const bool has_layers = p.pending.ndim == 2;
+  if (has_layers)
+    check.arg("pending", p.pending).shape({Dim::any("layers"), Dim::any("slots")}).written();
+  else
+    check.arg("pending", p.pending).shape({Dim::any("slots")}).written();
+  check_index(check, "slots", p.slots, N);
+  check_index(check, "accept", p.accept, N);
+  check.outputs_apart();
+  a.pending = pending_of(p.pending), a.slots = device_index(p.slots), a.accept = device_index(p.accept);
+  a.N = N, a.layers = has_layers ? p.pending.sizes[0] : 1, a.slot_count = p.pending.size(-1), a.null_slot = p.null_slot;
+  if (!host_reads(p.pending)) return a;
+
+  SeenOnce once(check, "slots", "each slot at most once");
+  for (std::int64_t i = 0; i < N; ++i) {
+    const std::int64_t slot = load_index(p.slots, i), accept = load_index(p.accept, i);
+    if (slot <= p.null_slot || accept <= 0) continue;
+    check.require(slot >= 0 && slot < a.slot_count, "slots",
+                  "slots below " + std::to_string(a.slot_count) + ", or <= " + std::to_string(p.null_slot) + " for padding",
+                  std::to_string(slot) + " at " + std::to_string(i));
+    check.require(accept <= std::numeric_limits<std::int32_t>::max(), "accept", "an int32",
+                  std::to_string(accept) + " at " + std::to_string(i));
+    for (std::int64_t layer = 0; layer < a.layers; ++layer)
+      check.require(at(a.pending, layer, slot) == 0, "pending", "0 for the slots of the call (a verify or a fold takes in what waits)",
+                    std::to_string(at(a.pending, layer, slot)) + " for slot " + std::to_string(slot));
+    once.add(slot);
+    a.requests.push_back({slot, accept});
+  }
+  once.finish();
   return a;
 }
 

@@ -8,6 +8,7 @@ namespace specstate::kda {
 VerifyArgs check(const VerifyParams& params, const char* op = "verify");
 VerifyArgs check(const DecodeParams& params, const char* op = "decode");
 FoldArgs check(const FoldParams& params, const char* op = "fold");
+DeferArgs check(const DeferFoldParams& params);
 std::vector<RollbackArgs> check(const RollbackConvWindowsParams* params, std::int64_t count);
 
 /// sglang's own checks, in its order and with its texts; shapes and dtypes only. They come before `check`.

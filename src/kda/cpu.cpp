@@ -594,17 +594,9 @@ void verify_item(const VerifyArgs& a, const Plan& plan, const Request& r, std::i
   }
 }
 
-void verify_items(const VerifyArgs& a, const Plan& plan, std::int64_t begin, std::int64_t end, float* scratch) {
-  for (std::int64_t item = begin; item < end; ++item) {
-    const Request& r = a.requests[static_cast<std::size_t>(item / a.H)];
-    if (r.tokens > 0 && (r.slot >= 0 || a.null_from_zero)) verify_item(a, plan, r, item % a.H, scratch);
-  }
-  if (plan.stream) hwy::FlushStream();
-}
-
-/// Item = (layer, request, key head).
-void fold_item(const FoldArgs& a, const Plan& plan, std::int64_t layer, const FoldRequest& r, std::int64_t h, float* scratch) {
-  const std::int64_t K = a.K, VD = a.V, B = plan.block, G = plan.G;
+/// Item = (request of a layer, key head).
+void fold_item(const FoldCall& a, const Plan& plan, const FoldRequest& r, std::int64_t h, float* scratch) {
+  const std::int64_t layer = r.layer, K = a.K, VD = a.V, B = plan.block, G = plan.G;
   const Scratch x(scratch, plan, true);
   for (std::int64_t first = 0; first < r.tokens; first += B) {
     const std::int64_t n = std::min(B, r.tokens - first);
@@ -641,9 +633,19 @@ void fold_item(const FoldArgs& a, const Plan& plan, std::int64_t layer, const Fo
 }
 
 void fold_items(const FoldArgs& a, const Plan& plan, std::int64_t begin, std::int64_t end, float* scratch) {
-  const auto requests = static_cast<std::int64_t>(a.requests.size());
   for (std::int64_t item = begin; item < end; ++item)
-    fold_item(a, plan, item / (requests * a.H), a.requests[static_cast<std::size_t>(item / a.H % requests)], item % a.H, scratch);
+    fold_item(a, plan, a.requests[static_cast<std::size_t>(item / a.H)], item % a.H, scratch);
+}
+
+/// A key head's pending records are folded before its verify overwrites them.
+void verify_items(const VerifyArgs& a, const Plan& plan, const Plan& pending, std::int64_t begin, std::int64_t end, float* scratch) {
+  for (std::int64_t item = begin; item < end; ++item) {
+    const Request& r = a.requests[static_cast<std::size_t>(item / a.H)];
+    if (r.tokens == 0 || (r.slot < 0 && !a.null_from_zero)) continue;
+    if (r.pending > 0) fold_item(a.deferred, pending, {0, r.slot, r.pending, -1, -1}, item % a.H, scratch);
+    verify_item(a, plan, r, item % a.H, scratch);
+  }
+  if (plan.stream) hwy::FlushStream();
 }
 
 }  // namespace
@@ -683,8 +685,9 @@ void run(const VerifyArgs& a, Stream) {
       for (std::int64_t h = 0; h < a.HV; ++h)
         std::memset(address(a.out, at(a.out, t, h)), 0, static_cast<std::size_t>(a.V * (a.out.bf16 ? 2 : 4)));
   };
-  std::int64_t longest = 0;
+  std::int64_t longest = 0, longest_pending = 1;
   for (const Request& r : a.requests) {
+    longest_pending = std::max(longest_pending, r.pending);
     if (r.slot < 0 && !a.null_from_zero)
       clear(r.begin, r.tokens);
     else
@@ -693,12 +696,15 @@ void run(const VerifyArgs& a, Stream) {
   clear(a.tokens_end, a.T - a.tokens_end);
   if (longest == 0) return;
   Plan plan(longest, !a.parents_of.empty(), a.K, a.V, a.HV / a.H);
-  const std::int64_t floats = Scratch(nullptr, plan, false).floats;
+  const Plan pending(longest_pending, false, a.K, a.V, a.HV / a.H);
+  const std::int64_t floats = std::max(Scratch(nullptr, plan, false).floats, Scratch(nullptr, pending, true).floats);
   plan.stream = a.snapshots && !a.snapshots.bf16 && a.tokens_end * a.HV * a.V * a.K * 4 > kStreamBytes;
   specstate::cpu::parallel_for(static_cast<std::int64_t>(a.requests.size()) * a.H, grain(plan, longest),
                                [&](std::int64_t begin, std::int64_t end) {
-                                 HWY_DYNAMIC_DISPATCH(verify_items)(a, plan, begin, end, scratch(floats));
+                                 HWY_DYNAMIC_DISPATCH(verify_items)(a, plan, pending, begin, end, scratch(floats));
                                });
+  for (const Request& r : a.requests)
+    if (r.pending > 0) at(a.deferred.pending, 0, r.slot) = 0;
 }
 
 void run(const FoldArgs& a, Stream) {
@@ -707,10 +713,17 @@ void run(const FoldArgs& a, Stream) {
   if (longest == 0) return;
   const Plan plan(longest, false, a.K, a.V, a.HV / a.H);
   const std::int64_t floats = Scratch(nullptr, plan, true).floats;
-  specstate::cpu::parallel_for(a.layers * static_cast<std::int64_t>(a.requests.size()) * a.H, grain(plan, longest),
+  specstate::cpu::parallel_for(static_cast<std::int64_t>(a.requests.size()) * a.H, grain(plan, longest),
                                [&](std::int64_t begin, std::int64_t end) {
                                  HWY_DYNAMIC_DISPATCH(fold_items)(a, plan, begin, end, scratch(floats));
                                });
+  if (a.pending)
+    for (const FoldRequest& r : a.requests) at(a.pending, r.layer, r.slot) = 0;
+}
+
+void run(const DeferArgs& a, Stream) {
+  for (std::int64_t layer = 0; layer < a.layers; ++layer)
+    for (const Deferral& r : a.requests) at(a.pending, layer, r.slot) = static_cast<std::int32_t>(r.accept);
 }
 
 void run(const RollbackArgs& a, Stream) {

@@ -28,9 +28,21 @@ SPECSTATE_HD inline void store(const Array& a, std::int64_t offset, float value)
     static_cast<float*>(a.data)[offset] = value;
 }
 
+SPECSTATE_HD inline std::int32_t& at(const Pending& a, std::int64_t layer, std::int64_t slot) {
+  return a.data[layer * a.stride[0] + slot * a.stride[1]];
+}
+
 SPECSTATE_HD inline std::int64_t index(const Index& a, std::int64_t i, std::int64_t j = 0) {
   const std::int64_t at = i * a.stride[0] + j * a.stride[1];
   return a.wide ? static_cast<const std::int64_t*>(a.data)[at] : static_cast<const std::int32_t*>(a.data)[at];
+}
+
+/// Tokens to fold of a request, as the indices in device memory say it; it may be more than there are entries.
+SPECSTATE_HD inline std::int64_t accepted(const FoldCall& a, std::int64_t layer, std::int64_t request, std::int64_t slot) {
+  if (!a.pending) return index(a.accept, request);
+  if (slot <= a.null_slot || slot < 0 || slot >= a.pool) return 0;
+  if (a.cu && index(a.cu, request) >= index(a.cu, request + 1)) return 0;
+  return at(a.pending, layer, slot);
 }
 
 }  // namespace specstate::kda

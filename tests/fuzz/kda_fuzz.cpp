@@ -74,7 +74,9 @@ void step(Input& input, Call& call, const Sizes& n, StepParams& p, bool in_place
 int verify_call(Input& input, Call& call, const Sizes& n) {
   VerifyParams p;
   p.update_state = input.chance(4);
-  step(input, call, n, p, p.update_state);
+  const bool deferred = input.chance(4);
+  step(input, call, n, p, p.update_state || deferred);
+  if (deferred) p.pending = call.inout(DType::kInt32, {n.pool}, {0, 1});
   p.cu_seqlens = call.in(n.ids, {n.N + 1}, {0, 0});
   ascend(input, p.cu_seqlens);
   const std::int64_t steps = 2 + input.integer(0, 1), rows = n.N + input.integer(0, 1);
@@ -119,7 +121,10 @@ int fold_call(Input& input, Call& call, const Sizes& n) {
              call.in(DType::kFloat32, with(n.scalar_gate ? std::vector{n.pool, n.HV, n.L} : std::vector{n.pool, n.HV, n.L, n.K})),
              call.unit(DType::kFloat32, with({n.pool, n.HV, n.L}))};
   p.slots = call.in(n.ids, {n.N}, {.lowest = 0, .highest = n.pool - 1, .distinct = true});
-  p.accept = call.in(n.ids, {n.N}, {-1, n.L});
+  if (input.chance(4))
+    p.pending = call.inout(DType::kInt32, with({n.pool}), {0, n.L});
+  else
+    p.accept = call.in(n.ids, {n.N}, {-1, n.L});
   if (input.chance(4)) {
     p.track = call.in(n.ids, {n.N}, {-1, n.pool - 1});
     p.track_step = call.in(n.ids, {n.N}, {-1, n.L});
@@ -137,6 +142,14 @@ int fold_call(Input& input, Call& call, const Sizes& n) {
     else
       commit_kda_replayssm_spec(p);
   });
+}
+
+int defer_call(Input& input, Call& call, const Sizes& n) {
+  DeferFoldParams p;
+  p.pending = call.inout(DType::kInt32, input.flip() ? std::vector{n.pool} : std::vector<std::int64_t>{2, n.pool}, {0, 1});
+  p.slots = call.in(n.ids, {n.N}, {.lowest = 0, .highest = n.pool - 1, .distinct = true});
+  p.accept = call.in(n.ids, {n.N}, {-1, n.L});
+  return call.run([&] { defer_fold(p); });
 }
 
 int rollback_call(Input& input, Call& call, const Sizes& n) {
@@ -175,5 +188,6 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     if (input.flip()) n.T = n.N;
     return decode_call(input, call, n);
   }
-  return op < 7 ? fold_call(input, call, n) : rollback_call(input, call, n);
+  if (op < 7) return fold_call(input, call, n);
+  return input.flip() ? defer_call(input, call, n) : rollback_call(input, call, n);
 }

@@ -96,13 +96,17 @@ def decode(n=2, t=4, h=1, d=64):
 def verify(n=2, t=4, h=1, d=64, ring=3):
     r = _random(8)[1]
     rings = kda.Rings(r(n, h, ring, d), r(n, h, ring, d), r(n, h, ring, d), r(n, h, ring))
-    return {**decode(n, t, h, d), "rings": rings, "rows": np.arange(n, dtype=np.int64)}
+    return {**decode(n, t, h, d), "rings": rings, "rows": np.arange(n, dtype=np.int64), "pending": np.zeros(n, np.int32)}
 
 
 def fold(n=2, h=1, d=64, ring=3):
     call = verify(n, 4, h, d, ring)
     kda.verify(**call)
     return {"state": call["state"], "rings": call["rings"], "slots": call["slots"], "accept": np.array([2, 1], np.int32)}
+
+
+def defer_fold(n=2):
+    return {"pending": np.zeros((2, n), np.int32), "slots": np.arange(n, dtype=np.int64), "accept": np.array([2, 1], np.int32)}
 
 
 def rollback_conv_windows(n=2, c=8, steps=3):
@@ -231,7 +235,7 @@ CALLS = {
     f.__name__: f
     for f in (
         verify_greedy, verify_rejection, plan_verify_lengths, swap_in, load_cache_to_device_buffer_spec_mla, load_cache_to_device_buffer_mla,
-        copy_cache_planned_mla, decode, verify, fold, rollback_conv_windows, materialize_into_pool, fused_norm_rope_stacked, reset_swap_state,
+        copy_cache_planned_mla, decode, verify, fold, defer_fold, rollback_conv_windows, materialize_into_pool, fused_norm_rope_stacked, reset_swap_state,
         swap_in_single, load_blocks_to_device_buffer_mha, replay_plan, commit_kda_replayssm_spec, commit_kda_replayssm_spec_all_layers,
         fused_kda_decode_mtp_dspark, fused_sigmoid_gating_delta_rule_update, cutedsl_fused_sigmoid_gating_kda_update, transfer_paged,
         load_cache_to_device_buffer_dsv4_mla,

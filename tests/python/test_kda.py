@@ -144,7 +144,7 @@ def test_verify_of_many_tokens_equals_single_decodes(shape, dtype, state_dtype):
     assert all(same(pools[k], after[-1][k]) for k in pools)
 
 
-@pytest.mark.parametrize("mode", ["rings", "snapshots"])
+@pytest.mark.parametrize("mode", ["rings", "snapshots", "deferred"])
 @pytest.mark.parametrize("dtype,state_dtype", [(F32, F32), (BF16, F32), (BF16, BF16)], ids=str)
 def test_rollout_of_random_acceptance_equals_plain_decode(mode, dtype, state_dtype):
     rng = np.random.default_rng(4)
@@ -156,6 +156,7 @@ def test_rollout_of_random_acceptance_equals_plain_decode(mode, dtype, state_dty
     want, after = decode_steps(a, total)
     pools = {k: a[k].copy() for k in ("state", "cs_q", "cs_k", "cs_v")}
     position = np.zeros(n, int)
+    held, pending = buffers(a, L=widest)[0], np.zeros(len(a["state"]), np.int32)  # of a deferred fold
     while (position < total).any():
         lens = np.minimum(rng.integers(1, widest + 1, n), np.maximum(total - position, 1))
         lens[position >= total] = 0  # a finished request is an empty row
@@ -171,9 +172,13 @@ def test_rollout_of_random_acceptance_equals_plain_decode(mode, dtype, state_dty
             now[k] = np.concatenate(parts)
         b = dict(a, **now, **pools, cu_seqlens=cu.astype(np.int32))
         rings, snapshots, conv = buffers(b, L=widest, steps=widest, state_dtype=state_dtype)
-        out = call(b, **({"rings": rings} if mode == "rings" else {"snapshots": snapshots}), **conv)
+        out = call(b, **{"rings": dict(rings=rings), "snapshots": dict(snapshots=snapshots), "deferred": dict(rings=held, pending=pending)}[mode], **conv)
         if mode == "rings":
             kda.fold(pools["state"], rings, a["slots"], accept)
+        elif mode == "deferred":
+            kda.defer_fold(pending, a["slots"], accept)
+            if rng.integers(4) == 0:  # a flush now and then
+                kda.fold(pools["state"], held, a["slots"][:2], pending=pending)
         else:
             for r in range(n):
                 if accept[r]:
@@ -186,7 +191,11 @@ def test_rollout_of_random_acceptance_equals_plain_decode(mode, dtype, state_dty
             position[r] += accept[r]
             if accept[r]:
                 for k, pool in pools.items():
-                    assert same(pool[a["slots"][r]], after[position[r] - 1][k][a["slots"][r]]), k
+                    if k != "state" or pending[a["slots"][r]] == 0:
+                        assert same(pool[a["slots"][r]], after[position[r] - 1][k][a["slots"][r]]), k
+    if mode == "deferred":
+        kda.fold(pools["state"], held, a["slots"], pending=pending)
+        assert (pending == 0).all() and all(same(pools["state"][s], after[position[r] - 1]["state"][s]) for r, s in enumerate(a["slots"]))
 
 
 def test_a_row_depends_neither_on_its_place_nor_on_the_others():
@@ -436,6 +445,107 @@ def test_all_layers_equal_a_loop_and_track_snapshots(state_dtype, index):
         kda.fold(full, layers[i], slots, accept)
         assert all(same(together[i, s], full[s]) for s in slots)
         assert all(same(together[i, f], state[i, f]) for f in free[1:])
+
+
+@pytest.mark.parametrize("shape", [dict(), dict(lower=None), dict(H=1, HV=3), dict(scalar_gate=True, H=2, HV=4), dict(K=128, V=128, width=9), dict(K=128, V=64), dict(K=64, V=128)], ids=str)
+@pytest.mark.parametrize("dtype,state_dtype", [(F32, F32), (BF16, F32), (BF16, BF16)], ids=str)
+def test_deferred_fold_is_a_fold_before_the_verify(shape, dtype, state_dtype):
+    a = act(case(31, **dict(dict(N=5, width=6, lens=None, pad=(2,)), **shape)), dtype)
+    a["state"] = a["state"].astype(state_dtype)
+    longest = int(np.diff(a["cu_seqlens"]).max())
+    rings = buffers(a, L=longest + 2)[0]
+    call(a, rings=rings)
+    slots = a["slots"]
+    accept = np.array([longest, 1, 3, 0, 2])
+    pending = np.full(len(a["state"]) + 3, 7, np.int32)  # of slots that no request names: not looked at
+    pending[slots[slots >= 0]] = 0
+    assert kda.defer_fold(pending, slots, accept) is pending
+    counted = pending.copy()
+    b = act(case(32, **dict(dict(N=5, width=6, pad=(2,)), **shape)), dtype)
+    b |= {k: a[k] for k in ("slots", "rows", "A_log", "dt_bias", *(k for k in a if k.startswith(("w_", "cs_"))))}
+    b["cu_seqlens"] = a["cu_seqlens"].copy()
+    b["cu_seqlens"][2:] -= a["cu_seqlens"][2] - a["cu_seqlens"][1]  # request 1 has no tokens this time, and what waits for it goes on waiting
+    now = {}
+    for deferred in (False, True):
+        mine, state = kda.Rings(*(x.copy() for x in rings)), a["state"].copy()
+        _, _, conv = buffers(b, steps=longest)
+        if deferred:
+            out = call(dict(b, state=state), rings=mine, pending=pending, **conv)
+        else:
+            kda.fold(state, mine, slots, np.where(np.arange(5) == 1, 0, accept))
+            out = call(dict(b, state=state), rings=mine, **conv)
+        now[deferred] = dict(out=out, state=state, **mine._asdict(), **conv)
+    for name, x in now[False].items():
+        assert same(x, now[True][name]), name
+    counted[slots[[0, 3, 4]]] = 0
+    assert same(pending, counted)
+    flushed, state = a["state"].copy(), a["state"].copy()
+    kda.fold(flushed, rings, slots[1:2], pending=pending)
+    kda.fold(state, rings, slots[1:2], accept[1:2])
+    assert same(flushed, state) and pending[slots[1]] == 0
+
+
+def test_flush_of_all_layers_and_tracks():
+    calls = [act(case(40 + i, N=3, width=5, pool_extra=4, H=1, HV=2), F32) for i in range(2)]
+    slots = calls[0]["slots"]
+    layers = []
+    for a in calls:
+        a["slots"] = slots
+        layers.append(buffers(a)[0])
+        call(a, rings=layers[-1])
+    rings, state = kda.Rings(*(np.stack(x) for x in zip(*layers))), np.stack([a["state"] for a in calls])
+    free = np.setdiff1d(np.arange(state.shape[1]), slots)
+    pending = np.zeros((2, state.shape[1]), np.int32)
+    kda.defer_fold(pending, slots, np.array([4, 2, 5]))
+    # the first layer has verified again: its tokens are in its state
+    first = dict(calls[0], state=state[0])
+    kda.fold(state[0], layers[0], slots[:1], pending=pending[0])
+    assert pending[0, slots[0]] == 0 and pending[1, slots[0]] == 4
+    assert same(first["state"], state[0])
+    track, step = np.array([-1, free[0], free[1]]), np.array([0, 1, 2])
+    want = state.copy()
+    kda.fold(want[0], layers[0], slots[1:], np.array([2, 5]), track=track[1:], track_step=step[1:])
+    kda.fold(want[1], layers[1], slots, np.array([4, 2, 5]), track=track, track_step=step)
+    kda.fold(state, rings, slots, pending=pending, track=track, track_step=step)
+    assert same(state, want) and (pending == 0).all()
+
+
+def test_deferred_fold_errors():
+    a = act(case(33, N=2, width=3), F32)
+    rings, snapshots, _ = buffers(a, L=4)
+    pool = len(a["state"])
+    pending = np.zeros(pool, np.int32)
+    s0, s1 = a["slots"]
+
+    def refused(text, f):
+        before = {k: v.copy() for k, v in dict(rings._asdict(), state=a["state"], pending=pending).items()}
+        with pytest.raises(ValueError, match=text):
+            f()
+        assert all(same(v, dict(rings._asdict(), state=a["state"], pending=pending)[k]) for k, v in before.items())
+
+    refused("verify: pending: expected rings with it, which hold the pending tokens, got none", lambda: call(a, snapshots=snapshots, pending=pending))
+    refused("verify: pending: expected dtype int32, got int64", lambda: call(a, rings=rings, pending=pending.astype(np.int64)))
+    refused("verify: pending: expected shape", lambda: call(a, rings=rings, pending=pending[:-1]))
+    pending[s1] = 1
+    refused(f"rings.beta: expected recorded values .* got nan in slot {s1}, entry 0", lambda: call(a, rings=rings, pending=pending))
+    pending[s1] = 0
+    call(a, rings=rings, pending=pending)
+    for n in (-1, 5):
+        pending[s0] = n
+        refused(f"verify: pending: expected counts from 0 to L=4, got {n} for slot {s0}", lambda: call(a, rings=rings, pending=pending))
+        refused(f"fold: pending: expected counts from 0 to L=4, got {n} for slot {s0}", lambda: kda.fold(a["state"], rings, a["slots"], pending=pending))
+    pending[s0] = 2
+    refused(f"defer_fold: pending: expected 0 for the slots of the call .* got 2 for slot {s0}", lambda: kda.defer_fold(pending, a["slots"], np.array([1, 1])))
+    kda.defer_fold(pending, a["slots"], np.array([0, 1]))
+    assert pending[s0] == 2 and pending[s1] == 1
+    refused("fold: accept: expected none where pending says how many tokens, got both", lambda: kda.fold(a["state"], rings, a["slots"], np.array([1, 1]), pending=pending))
+    refused("fold: accept: ", lambda: kda.fold(a["state"], rings, a["slots"]))
+    refused("defer_fold: slots: expected each slot at most once", lambda: kda.defer_fold(pending * 0, np.array([1, 1]), np.array([1, 1])))
+    refused(f"defer_fold: slots: expected slots below {pool}", lambda: kda.defer_fold(pending, np.array([pool]), np.array([1])))
+    refused("verify: pending: expected memory of its own, got memory that overlaps state", lambda: call(a, rings=rings, pending=a["state"].reshape(-1).view(np.int32)[:pool]))
+    read_only = a["state"].view()
+    read_only.flags.writeable = False
+    refused("state: expected a writable array", lambda: call(dict(a, state=read_only), rings=rings, pending=pending))
 
 
 def test_null_slot_says_what_padding_is():

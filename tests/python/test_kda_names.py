@@ -33,7 +33,7 @@ CUTEDSL = (
 @pytest.mark.parametrize(
     "function,text,keyword_only,extras",
     [
-        (kda.fused_kda_decode_mtp_dspark, FUSED, True, ["exact", "out", "stream"]),
+        (kda.fused_kda_decode_mtp_dspark, FUSED, True, ["exact", "pending", "out", "stream"]),
         (kda.commit_kda_replayssm_spec, COMMIT, False, ["stream"]),
         (kda.commit_kda_replayssm_spec_all_layers, COMMIT, False, ["stream"]),
         (kda.fused_sigmoid_gating_delta_rule_update, GATING, False, ["out", "stream"]),

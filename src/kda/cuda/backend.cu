@@ -105,6 +105,36 @@ std::int64_t resident(std::int64_t heads, int parts, const launching::DeviceInfo
 
 unsigned blocks(std::int64_t n) { return launching::blocks_for(n, 1); }
 
+void launch_fold(FoldCall a, Stream stream) {
+  note_rings(a.rawv, a.rawk, a.ring_g, a.scalar_gate, true);
+  Form f = {a.rawv.bf16, a.state.bf16, static_cast<int>(a.K), static_cast<int>(a.V / kRowUnit), false, false};
+  const std::int64_t items = a.layers * a.N * a.HV;
+  const launching::DeviceInfo& device = launching::device_info();
+  if (device.major >= 9 && fold_stream_bytes(f.state_bf16) <= static_cast<std::size_t>(device.shared_bytes) &&
+      items > device.multiprocessors && !forced().rows && streams(a)) {
+    launching::launch(fold_stream(f),
+                      {.grid = blocks(std::min<std::int64_t>(items, device.multiprocessors)),
+                       .block = kStreamThreads,
+                       .shared = fold_stream_bytes(f.state_bf16),
+                       .overlap = forced().overlap},
+                      stream, a, 1);
+    return;
+  }
+  while (f.rows > 2 && items * (a.V / kRowUnit / f.rows) * 2 <= device.multiprocessors) f.rows /= 2;
+  if (forced().rows) f.rows = std::max(2, std::min(f.rows, forced().rows));
+  const int parts = static_cast<int>(a.V) / (kRowUnit * f.rows);
+  const std::size_t shared = fold_bytes(f.rows, f.K, f.state_bf16 ? 2 : 4);
+  launching::launch(fold_form(f), {.grid = blocks(items * parts), .block = kThreads, .shared = shared, .overlap = forced().overlap}, stream,
+                    a, parts);
+}
+
+/// All of a fold, the counts of pending tokens with it.
+void run_fold(const FoldCall& a, Stream stream) {
+  if (a.N == 0 || a.layers == 0) return;
+  launch_fold(a, stream);
+  if (a.pending) settle_pending(a, stream);
+}
+
 }  // namespace
 
 void run(const VerifyArgs& args, Stream stream) {
@@ -136,6 +166,7 @@ void run(const VerifyArgs& args, Stream stream) {
   if (kernel.bytes(block) > static_cast<std::size_t>(device.shared_bytes))
     throw Error(ErrorKind::kNotImplemented, "verify: " + (tree ? "a tree of " + std::to_string(block) + " tokens" : std::string("a head")) +
                                                 " does not fit the shared memory of this GPU.");
+  if (a.pending) run_fold(args.deferred, stream);
   launching::launch(kernel.run,
                     {.grid = blocks(resident(a.N * a.HV, parts, device)),
                      .block = kThreads,
@@ -146,30 +177,7 @@ void run(const VerifyArgs& args, Stream stream) {
   if (a.update_windows) advance_windows(a, stream);
 }
 
-void run(const FoldArgs& args, Stream stream) {
-  FoldCall a = args;
-  if (a.N == 0 || a.layers == 0) return;
-  note_rings(a.rawv, a.rawk, a.ring_g, a.scalar_gate, true);
-  Form f = {a.rawv.bf16, a.state.bf16, static_cast<int>(a.K), static_cast<int>(a.V / kRowUnit), false, false};
-  const std::int64_t items = a.layers * a.N * a.HV;
-  const launching::DeviceInfo& device = launching::device_info();
-  if (device.major >= 9 && fold_stream_bytes(f.state_bf16) <= static_cast<std::size_t>(device.shared_bytes) &&
-      items > device.multiprocessors && !forced().rows && streams(a)) {
-    launching::launch(fold_stream(f),
-                      {.grid = blocks(std::min<std::int64_t>(items, device.multiprocessors)),
-                       .block = kStreamThreads,
-                       .shared = fold_stream_bytes(f.state_bf16),
-                       .overlap = forced().overlap},
-                      stream, a, 1);
-    return;
-  }
-  while (f.rows > 2 && items * (a.V / kRowUnit / f.rows) * 2 <= device.multiprocessors) f.rows /= 2;
-  if (forced().rows) f.rows = std::max(2, std::min(f.rows, forced().rows));
-  const int parts = static_cast<int>(a.V) / (kRowUnit * f.rows);
-  const std::size_t shared = fold_bytes(f.rows, f.K, f.state_bf16 ? 2 : 4);
-  launching::launch(fold_form(f), {.grid = blocks(items * parts), .block = kThreads, .shared = shared, .overlap = forced().overlap}, stream,
-                    a, parts);
-}
+void run(const FoldArgs& args, Stream stream) { run_fold(args, stream); }
 
 void run(const RollbackArgs& args, Stream stream) {
   RollbackCall a = args;

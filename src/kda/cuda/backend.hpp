@@ -31,6 +31,8 @@ std::size_t fold_stream_bytes(bool state_bf16);
 void clear(const VerifyCall& a, Stream stream);
 void rollback(const RollbackCall& a, Stream stream);
 void advance_windows(const VerifyCall& a, Stream stream);
+/// After a fold by pending counts: those that it has folded become 0.
+void settle_pending(const FoldCall& a, Stream stream);
 
 /// For tests and benchmarks: what the choice would be overridden with.
 struct Forced {

@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kThreads, R == 8 ? 2 : 3) fold_kernel(const __
   rest /= static_cast<unsigned>(a.HV);
   const std::int64_t request = rest % static_cast<unsigned>(a.N), layer = rest / static_cast<unsigned>(a.N);
   wait_for_predecessor();
-  const std::int64_t slot = uniform(index(a.slots, request)), accept = uniform(index(a.accept, request));
+  const std::int64_t slot = uniform(index(a.slots, request)), accept = uniform(accepted(a, layer, request, slot));
   launch_successor();
   if (slot <= a.null_slot || slot < 0 || slot >= a.pool || accept <= 0 || accept > a.L) return;
   const int tokens = static_cast<int>(accept);
@@ -121,7 +121,7 @@ __device__ __forceinline__ void stream_producer(const FoldCall& a, StreamShared<
     const std::int64_t item = first + lane * static_cast<std::int64_t>(gridDim.x), request = item / a.HV % a.N;
     std::int64_t slot = -1, accept = 0, track = -1, step = -1;
     if (item < items) {
-      slot = index(a.slots, request), accept = index(a.accept, request);
+      slot = index(a.slots, request), accept = accepted(a, item / (a.HV * a.N), request, slot);
       if (a.track) track = index(a.track, request), step = index(a.track_step, request);
     }
     const bool live = slot > a.null_slot && slot >= 0 && slot < a.pool && accept > 0 && accept <= a.L;

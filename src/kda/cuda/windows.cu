@@ -1,4 +1,5 @@
-// Conv windows into their pools: the commit of verified windows, and decode's own advance.
+// The small kernels around a step: conv windows into their pools (the commit of verified windows, decode's own advance), the counts of
+// deferred folds, zeros where there is no request.
 #include <algorithm>
 #include <type_traits>
 
@@ -61,7 +62,39 @@ __global__ void __launch_bounds__(kThreads) clear_kernel(const __grid_constant__
   if (threadIdx.x < a.V) store(a.out, at(a.out, head / a.HV, head % a.HV, threadIdx.x), 0.0f);
 }
 
+/// A thread a (layer, request).
+__global__ void __launch_bounds__(kThreads) defer_kernel(const __grid_constant__ DeferCall a) {
+  wait_for_predecessor();
+  launch_successor();
+  const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= a.N * a.layers) return;
+  const std::int64_t slot = index(a.slots, i % a.N), accept = index(a.accept, i % a.N);
+  if (slot <= a.null_slot || slot < 0 || slot >= a.slot_count || accept <= 0) return;
+  at(a.pending, i / a.N, slot) = static_cast<std::int32_t>(accept);
+}
+
+__global__ void __launch_bounds__(kThreads) settle_kernel(const __grid_constant__ FoldCall a) {
+  wait_for_predecessor();
+  launch_successor();
+  const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= a.N * a.layers) return;
+  const std::int64_t layer = i / a.N, slot = index(a.slots, i % a.N), tokens = accepted(a, layer, i % a.N, slot);
+  if (tokens > 0 && tokens <= a.L) at(a.pending, layer, slot) = 0;
+}
+
 }  // namespace
+
+void settle_pending(const FoldCall& a, Stream stream) {
+  const unsigned grid = specstate::cuda::blocks_for(a.N * a.layers, kThreads);
+  specstate::cuda::launch(settle_kernel, {.grid = grid, .block = kThreads, .overlap = forced().overlap}, stream, a);
+}
+
+void run(const DeferArgs& a, Stream stream) {
+  if (a.N == 0 || a.layers == 0) return;
+  const unsigned grid = specstate::cuda::blocks_for(a.N * a.layers, kThreads);
+  specstate::cuda::launch(defer_kernel, {.grid = grid, .block = kThreads, .overlap = forced().overlap}, stream,
+                          static_cast<const DeferCall&>(a));
+}
 
 void clear(const VerifyCall& a, Stream stream) {
   const unsigned grid = specstate::cuda::blocks_for(a.T * a.HV, 1);
