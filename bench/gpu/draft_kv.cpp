@@ -85,8 +85,42 @@ class Model {
   TensorView k_view_, v_view_;
 };
 
+/// The launch function: a projection that was made elsewhere is read once and written once.
+void run_stacked(Gpu& gpu, Report& report) {
+  constexpr std::int64_t layers = 5, width = 2 * kHeads * kDim;
+  const std::vector<std::int64_t> sizes = report.quick() ? std::vector<std::int64_t>{256} : std::vector<std::int64_t>{16, 256, 1024, 8192};
+  const std::size_t most = static_cast<std::size_t>(sizes.back() * layers * width) * 2;
+  GpuArray kv(most), k(most / 2), v(most / 2), norm(layers * kDim * 2), eps(layers * 4), table(kTable * kDim * 4),
+      positions(sizes.back() * 8);
+  kv.fill_bfloat16(), norm.fill_bfloat16(1, 2), table.fill_float32(1, 3);
+  eps.set(std::vector<float>(layers, 1e-6f));
+  std::vector<std::int64_t> position(sizes.back());
+  for (std::size_t i = 0; i < position.size(); ++i) position[i] = static_cast<std::int64_t>(i * 7) % kTable;
+  positions.set(position);
+  for (const std::int64_t tokens : sizes) {
+    draft_kv::FusedNormRopeStackedParams p;
+    p.kv = kv.view(DType::kBFloat16, {tokens, layers, width});
+    p.k_norm_weight = norm.view(DType::kBFloat16, {layers, kDim}), p.eps = eps.view(DType::kFloat32, {layers});
+    p.cos_sin_cache = table.view(DType::kFloat32, {kTable, kDim}), p.positions = positions.view(DType::kInt64, {tokens});
+    p.num_kv_heads = kHeads, p.head_dim = kDim, p.rotary_dim = kDim;
+    p.k_out = k.view(DType::kBFloat16, {layers, tokens, kHeads, kDim}), p.v_out = v.view(DType::kBFloat16, {layers, tokens, kHeads, kDim});
+    Result r;
+    r.ours_us = gpu.cold_us([&](Stream s, int) { draft_kv::fused_norm_rope_stacked(p, s); });
+    const std::int64_t bytes = tokens * layers * width * 2;
+    r.floor_us = gpu.stream_us(bytes + tokens * kDim * 4, bytes);
+    r.floor = "reading the projection and the rotary rows and writing K and V, measured";
+    report.add("fused_norm_rope_stacked",
+               {{"head_dim", std::to_string(kDim)},
+                {"kv_heads", std::to_string(kHeads)},
+                {"layers", std::to_string(layers)},
+                {"tokens", std::to_string(tokens)}},
+               r);
+  }
+}
+
 void run(Report& report) {
   Gpu gpu(report);
+  run_stacked(gpu, report);
   const CublasLt lt;
   const Shape qwen3_8b{4096, 5}, qwen3_4b{2560, 5}, k3{7168, 6};
   std::vector<Step> steps{{1, 1, 1},     {1, 4, 4},   {1, 16, 16},     {1, 16, 7},   {1, 64, 64},     {8, 16, 7},

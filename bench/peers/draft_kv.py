@@ -1,4 +1,5 @@
-"""Draft KV beside sglang's FusedKVMaterializeHelper with its pool writes, and beside the bare matrix product (torch, cuBLAS)."""
+"""Draft KV beside sglang's FusedKVMaterializeHelper with its pool writes, and beside the bare matrix product (torch, cuBLAS); the launch
+function beside sglang's Triton kernel of that name."""
 
 import types
 
@@ -9,7 +10,27 @@ from peers import SGLANG, case, working
 from specstate import draft_kv as ours
 
 
+def stacked(timer, report, options):
+    from sglang.kernels.ops.speculative.fused_kv_materialize import _fused_norm_rope_stacked
+
+    layers, heads, dim = 5, 8, 128
+    bf = dict(device="cuda", dtype=torch.bfloat16)
+    norm, table = torch.rand(layers, dim, **bf) + 0.5, torch.randn(40960, dim, device="cuda")
+    eps = torch.full((layers,), 1e-6, device="cuda")
+    for tokens in [256] if timer.quick else [16, 256, 1024, 8192]:
+        name = case("draft_kv", "fused_norm_rope_stacked", head_dim=dim, kv_heads=heads, layers=layers, tokens=tokens)
+        if options.only not in name:
+            continue
+        kv = torch.randn(tokens, layers, 2 * heads * dim, **bf)
+        positions = torch.arange(tokens, device="cuda", dtype=torch.int64) * 7 % 40960
+        k, v = (torch.empty(layers, tokens, heads, dim, **bf) for _ in range(2))
+        arguments = (kv, norm, eps, table, positions, heads, dim, dim, k, v)
+        calls = {"ours": lambda _: ours.fused_norm_rope_stacked(*arguments), SGLANG: lambda _: _fused_norm_rope_stacked(*arguments)}
+        report(name, timer.cold_us(working(calls, name)))
+
+
 def measure(timer, report, options):
+    stacked(timer, report, options)
     from sglang.kernels.ops.kvcache.kvcache import store_cache
     from sglang.kernels.ops.speculative.fused_kv_materialize import FusedKVMaterializeHelper
 

@@ -24,7 +24,8 @@ void raise_pending_error(const Device& device) {
 
 void fused_norm_rope_stacked(const FusedNormRopeStackedParams& params, Stream stream) {
   const FusedNormRopeStackedArgs args = check(params);
-  core::on_backend("fused_norm_rope_stacked", params.kv.device, [&] { cpu::run(args, stream); });
+  core::on_backend(
+      "fused_norm_rope_stacked", params.kv.device, [&] { cpu::run(args, stream); }, [&] { cuda::run(args, stream); });
 }
 
 }  // namespace specstate::draft_kv

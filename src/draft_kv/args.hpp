@@ -53,6 +53,7 @@ void run(const FusedNormRopeStackedArgs& args, Stream stream);
 
 namespace cuda {
 void run(const MaterializeArgs& args, Stream stream);
+void run(const FusedNormRopeStackedArgs& args, Stream stream);
 /// Bytes of workspace that a call of so many tokens needs: bounded, whatever their number.
 std::int64_t workspace_bytes(std::int64_t tokens);
 /// Throws Error(kValue) if an earlier call on the current device met a row that it could not write; clears that.

@@ -230,6 +230,54 @@ TEST(DraftKvGpu, AnyRows) {
   check({kB, 1100, 10, 1, 1, 8, 8, 16, 0}, true, false, true);
 }
 
+/// fused_norm_rope_stacked: V to the bit, K within a unit, rows with positions outside untouched and reported, strides of larger arrays.
+void check_stacked(DType io, std::int64_t tokens, std::int64_t layers, std::int64_t heads, std::int64_t dim, std::int64_t rotary) {
+  SCOPED_TRACE(::testing::Message() << name_of(io) << ", " << tokens << " tokens, head dim " << dim << ", rotary " << rotary);
+  Case c({io, tokens, 1, layers, heads, dim, rotary, layers * 2 * heads * dim, 0});  // a row of features is a row of projections
+  const std::int64_t out = dim + 8;                                                  // channels of a head in the results' arrays
+  Pair<std::uint16_t> k16({c.n16(layers * tokens * heads * out)}, DType::kUInt16),
+      v16({c.n16(layers * tokens * heads * out)}, DType::kUInt16);
+  Pair<float> k32({c.n32(layers * tokens * heads * out)}), v32({c.n32(layers * tokens * heads * out)});
+  const auto call = [&](Where where, Stream stream) {
+    FusedNormRopeStackedParams p;
+    p.kv = c.as(c.x16, &c.x32, where, {tokens, layers, 2 * heads * dim});
+    p.k_norm_weight = c.as(c.norm16, &c.norm32, where, {layers, dim});
+    p.eps = c.eps.view(where);
+    p.cos_sin_cache = TensorView(c.table.view(where).data, DType::kFloat32, {kTable, rotary}, c.table.view(where).device);
+    p.positions = c.positions.view(where);
+    p.num_kv_heads = heads, p.head_dim = dim, p.rotary_dim = rotary;
+    p.k_out = c.as(k16, &k32, where, {layers, tokens, heads, out}), p.v_out = c.as(v16, &v32, where, {layers, tokens, heads, out});
+    p.k_out.sizes[3] = p.v_out.sizes[3] = dim;
+    fused_norm_rope_stacked(p, stream);
+  };
+  Bytes& k = io == DType::kFloat32 ? static_cast<Bytes&>(k32) : k16;
+  Bytes& v = io == DType::kFloat32 ? static_cast<Bytes&>(v32) : v16;
+  const OwnStream stream;
+  call(Where::kHost, {});
+  call(Where::kDevice, stream);
+  ASSERT_TRUE(stream.synchronize());
+  EXPECT_NO_THROW(raise_pending_error({DeviceType::kCuda, 0}));
+  EXPECT_EQ(v.difference(), "");
+  EXPECT_LE(distance(k.download(), host_bytes(k), io, out), 1.0);
+  std::vector<std::int64_t> bad(tokens, kTable);
+  c.positions.set(bad), k.reset(), v.reset();
+  call(Where::kDevice, stream);
+  ASSERT_TRUE(stream.synchronize());
+  EXPECT_THROW(raise_pending_error({DeviceType::kCuda, 0}), Error);
+  EXPECT_EQ(k.difference(), "");
+  EXPECT_EQ(v.difference(), "");
+}
+
+TEST(DraftKvGpu, ProjectionsMadeElsewhere) {
+  SPECSTATE_NEEDS_GPU();
+  check_stacked(kB, 7, 3, 2, 128, 128);
+  check_stacked(kB, 5, 2, 3, 80, 48);
+  check_stacked(kF, 9, 2, 1, 64, 64);
+  check_stacked(kF, 9, 2, 1, 512, 128);
+  check_stacked(kB, 9, 2, 2, 46, 20);
+  check_stacked(kF, 6, 1, 3, 6, 4);
+}
+
 TEST(DraftKvGpu, RowsThatCannotBeWrittenAreReportedOnce) {
   SPECSTATE_NEEDS_GPU();
   Case c({kB, 16, 4, 2, 2, 128, 128, 512, 0});

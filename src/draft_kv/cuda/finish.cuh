@@ -65,7 +65,8 @@ __device__ __forceinline__ void store_channel(void* data, DType dtype, std::int6
     static_cast<core::float8_e4m3fn*>(data)[at] = core::from_float<core::float8_e4m3fn>(x / scale);
 }
 /// Four channels, one at a time or as one piece: what is rarer than bfloat16 in one piece stands outside of the kernels' unrolled code.
-__device__ __noinline__ void store_four(void* data, DType dtype, bool wide, std::int64_t at, std::int64_t stride, float scale, float4 x) {
+inline __device__ __noinline__ void store_four(void* data, DType dtype, bool wide, std::int64_t at, std::int64_t stride, float scale,
+                                               float4 x) {
   const float v[4] = {x.x, x.y, x.z, x.w};
   if (!wide) {
     for (int i = 0; i < 4; ++i) store_channel(data, dtype, at + i * stride, scale, v[i]);
@@ -80,7 +81,8 @@ __device__ __noinline__ void store_four(void* data, DType dtype, bool wide, std:
         e4m3_pair(x.x / scale, x.y / scale) | static_cast<std::uint32_t>(e4m3_pair(x.z / scale, x.w / scale)) << 16;
   }
 }
-__device__ __noinline__ void store_two(void* data, DType dtype, bool wide, std::int64_t at, std::int64_t stride, float scale, float2 x) {
+inline __device__ __noinline__ void store_two(void* data, DType dtype, bool wide, std::int64_t at, std::int64_t stride, float scale,
+                                              float2 x) {
   if (!wide) {
     store_channel(data, dtype, at, scale, x.x), store_channel(data, dtype, at + stride, scale, x.y);
   } else if (dtype == DType::kFloat32) {

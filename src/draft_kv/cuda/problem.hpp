@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "draft_kv/args.hpp"
+#include "draft_kv/cuda/flags.hpp"
 
 namespace specstate::draft_kv::cuda {
 
@@ -16,9 +17,6 @@ inline constexpr int kDepth = 64;
 /// zero, and the slices' sums are added in rising order in float32.
 inline constexpr int kSlices = 8;
 SPECSTATE_HD inline int slice_begin(int slice, int stages) { return static_cast<int>(static_cast<std::int64_t>(slice) * stages / kSlices); }
-
-/// Entries of `flag`: a slot beyond the pool, a position outside the table.
-inline constexpr int kSlotFlag = 0, kPositionFlag = 1;
 
 /// A vector of floats of any of the storage types, or one that is not there (data null).
 struct Values {
@@ -41,7 +39,7 @@ struct Rows {
   int tokens;                        // rows of this launch
   std::int64_t width;                // W
   std::int64_t pool_slots, table;
-  int* flag;  // [2], raised by a row that should be written and cannot be
+  int* flag;  // [kFlags], raised by a row that should be written and cannot be
 };
 
 /// Where K and V of a layer go, and by what they are divided.

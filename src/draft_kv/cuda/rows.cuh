@@ -105,7 +105,7 @@ __device__ int plan_rows(const Rows& x, Row* list, int* bucket, int* warp_count,
 
 /// Longer launches than a block of the product plans for itself: one block plans up to kListRows rows into `list`, `count`.
 inline constexpr int kListRows = 8192, kPlanThreads = 1024;
-__global__ void __launch_bounds__(kPlanThreads, 1) plan_kernel(const __grid_constant__ Rows x, Row* list, int* count) {
+static __global__ void __launch_bounds__(kPlanThreads, 1) plan_kernel(const __grid_constant__ Rows x, Row* list, int* count) {
   extern __shared__ int bucket[];  // [2 * kListRows]
   __shared__ int warp_count[kPlanThreads / 32];
   ptx::wait_for_previous();

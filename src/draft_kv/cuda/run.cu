@@ -7,11 +7,11 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <mutex>
 
 #include "core/match.hpp"
 #include "cuda/launch.hpp"
 #include "draft_kv/cuda/any_rows.cuh"
+#include "draft_kv/cuda/flags.hpp"
 #include "draft_kv/cuda/many_rows.cuh"
 
 namespace specstate::draft_kv::cuda {
@@ -23,48 +23,6 @@ using specstate::cuda::launch;
 namespace {
 
 constexpr int kDevices = 64;
-
-/// What a kernel could not refuse in time: words of pinned host memory (kSlotFlag, kPositionFlag), which a kernel writes and the host reads
-/// without waiting.
-struct Flags {
-  std::once_flag once;
-  volatile int* host = nullptr;
-  int* device = nullptr;
-};
-
-Flags& flags() {
-  static std::array<Flags, kDevices> all;
-  Flags& f = all[device_info().index];
-  std::call_once(f.once, [&] {
-    // Also while a graph is being captured: this is no work of the stream.
-    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-    SPECSTATE_CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&mode));
-    void *host = nullptr, *device = nullptr;
-    cudaError_t error = cudaHostAlloc(&host, 2 * sizeof(int), cudaHostAllocMapped | cudaHostAllocPortable);
-    if (error == cudaSuccess) error = cudaHostGetDevicePointer(&device, host, 0);
-    cudaThreadExchangeStreamCaptureMode(&mode);
-    SPECSTATE_CUDA_CHECK(error);
-    f.host = static_cast<int*>(host), f.device = static_cast<int*>(device);
-    f.host[kSlotFlag] = 0;
-    f.host[kPositionFlag] = 0;
-  });
-  return f;
-}
-
-}  // namespace
-
-void raise_flags() {
-  Flags& f = flags();
-  const bool slot = f.host[kSlotFlag] != 0, position = f.host[kPositionFlag] != 0;
-  if (!slot && !position) return;
-  f.host[kSlotFlag] = 0;
-  f.host[kPositionFlag] = 0;
-  core::throw_value(std::string("draft_kv: ") +
-                    (position ? "positions: expected rows of cos_sin_cache" : "slot_mapping: expected slots of the pool") +
-                    ", got one outside in an earlier call on this GPU (its row was not written).");
-}
-
-namespace {
 
 using Encode = decltype(&cuTensorMapEncodeTiled);
 Encode tensor_map_encoder() {
@@ -217,11 +175,6 @@ void launch_fast(const MaterializeArgs& a, const Problem& p, const List& list, S
          stream, weight_map(a.kv_weight, 4, false), p, shape);
 }
 
-AnyNormRope any_norm_rope(const NormRope& nr) {
-  return {nr.k_norm_weight,    nr.eps, nr.cos_sin_cache, static_cast<int>(nr.head_dim), static_cast<int>(nr.rotary_dim), nr.is_neox_style,
-          nr.round_after_norm, nr.io};
-}
-
 void launch_any(const MaterializeArgs& a, const Problem& p, const List& list, Stream stream) {
   const std::size_t shared = sizeof(AnyShared) + kAnyRows * std::max(a.norm_rope.head_dim, a.v_head_dim) * sizeof(float);
   if (shared > static_cast<std::size_t>(device_info().shared_bytes))
@@ -253,7 +206,7 @@ void run(const MaterializeArgs& a, Stream stream) {
   const std::int64_t hidden = a.kv_weight.sizes[2];
   Problem p{};
   p.rows.slots = indices(a.slot_mapping), p.rows.positions = indices(a.positions), p.rows.commit = indices(a.commit_lens);
-  p.rows.width = a.window, p.rows.pool_slots = a.slots, p.rows.table = table.sizes[d], p.rows.flag = flags().device;
+  p.rows.width = a.window, p.rows.pool_slots = a.slots, p.rows.table = table.sizes[d], p.rows.flag = device_flags();
   p.ctx = a.ctx_hidden.data, p.ctx_stride = a.ctx_hidden.strides[0];
   p.hidden = static_cast<int>(std::min<std::int64_t>(hidden, 1 << 30)), p.heads = static_cast<int>(a.heads);
   p.norm = values(nr.k_norm_weight), p.norm_layer = nr.k_norm_weight.strides[0];
