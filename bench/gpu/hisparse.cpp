@@ -24,7 +24,9 @@ constexpr Device kGpu{DeviceType::kCuda, 0, false};
 
 struct Case {
   i64 requests = 1, steps = 4, top_k = 2048, hot = 4096, bytes = 576, misses = 782, context = 65536;
-  bool identity = true;  // slot t holds token t, the state after a prefill
+  bool identity = true;   // slot t holds token t, the state after a prefill
+  bool one_host = false;  // all requests share their host rows, as in sglang's benchmark
+  i64 sm_budget = 0;
 };
 
 /// Device memory with the content that a measured call starts from.
@@ -75,6 +77,7 @@ struct World {
     device = array<std::uint8_t>(DType::kUInt8, {device_rows, c.bytes});
     std::vector<i64> rows(at(B * L)), all(at(B));
     for (i64& r : rows) r = static_cast<i64>(random()) % host_rows;
+    for (i64 b = 1; b < B && c.one_host; ++b) std::copy_n(rows.begin(), L, rows.begin() + b * L);
     std::iota(all.begin(), all.end(), 0);
     host_locs = array(DType::kInt64, {B, L}, rows), ids = array(DType::kInt64, {B}, all);
     lens = array(DType::kInt32, {B, S}, std::vector<i32>(at(B * S), static_cast<i32>(L)));
@@ -117,6 +120,8 @@ struct World {
                    {"requests", std::to_string(c.requests)}, {"steps", std::to_string(c.steps)}, {"top_k", std::to_string(c.top_k)}};
     if (c.context != Case{}.context) k["context"] = std::to_string(c.context);
     if (!c.identity) k["residency"] = "shuffled";
+    if (c.one_host) k["host_rows"] = "shared";
+    if (c.sm_budget) k["sm_budget"] = std::to_string(c.sm_budget);
     return k;
   }
 };
@@ -127,12 +132,16 @@ void floor_of(Gpu& gpu, const Case& c, i64 layers, Result& r) {
   r.floor = c.misses > 0 ? kFloor : "an empty kernel, measured";
 }
 
+enum class Parts { kSwap, kFollowers, kAll };
 /// The native state and, where asked, its followers and sglang's state.
-void swaps(Report& report, Gpu& gpu, const Case& c, bool everything) {
+void swaps(Report& report, Gpu& gpu, const Case& c, Parts parts = Parts::kSwap) {
   World w(c);
   const i64 B = c.requests, S = c.steps, K = c.top_k, W = w.W;
   const SwapShape shape{B, c.hot, W - c.hot, c.context};
-  std::vector<std::byte> block(at(swap_state_bytes(shape)), std::byte{0});
+  struct alignas(64) Line {  // the alignment that a state asks for
+    std::byte at[64];
+  };
+  std::vector<Line> block(at(swap_state_bytes(shape)) / sizeof(Line));
   SwapState host = swap_state_view(shape, block.data());
   reset_swap_state(host);
   for (i64 b = 0; b < B; ++b)
@@ -148,25 +157,26 @@ void swaps(Report& report, Gpu& gpu, const Case& c, bool everything) {
       else
         host.token_slots.as<i32>()[t] = static_cast<i32>(s);
     }
-  Restored state(block.size());
+  Restored state(block.size() * sizeof(Line));
   state.set(block);
   SwapInParams p;
   p.state = swap_state_view(shape, state.data(), kGpu);
   p.top_k_tokens = w.tokens, p.top_k_device_locs = w.out, p.seq_lens = w.lens, p.req_pool_indices = w.ids;
-  p.host_cache_locs = w.host_locs, p.buffers = w.buffers(), p.unique_misses = w.unique;
+  p.host_cache_locs = w.host_locs, p.buffers = w.buffers(), p.unique_misses = w.unique, p.sm_budget = c.sm_budget;
   const auto restore = [&](Stream s, int) { state.restore(static_cast<cudaStream_t>(s.handle)); };
   Result r;
   floor_of(gpu, c, 1, r);
   r.ours_us = gpu.cold_us([&](Stream s, int) { swap_in(p, s); }, restore);
   w.expect_misses(w.unique);
   report.add("swap", w.keys(), r);
-  if (!everything) return;
+  if (parts == Parts::kSwap) return;
 
   p.plan = w.plan();
   std::vector<KvBuffers> followers(3, w.buffers());
   ReplayPlanParams replay;
   replay.miss_src = w.plan_src, replay.miss_dst = w.plan_dst, replay.miss_count = w.plan_count;
   replay.followers = followers.data(), replay.num_followers = 3;
+  replay.sm_budget = c.sm_budget;
   Report::Keys with_followers = w.keys();
   with_followers["followers"] = "3";
   floor_of(gpu, c, 4, r);
@@ -181,9 +191,9 @@ void swaps(Report& report, Gpu& gpu, const Case& c, bool everything) {
   r.ours_us = gpu.cold_us([&](Stream s, int) { replay_plan(replay, s); });
   report.add("follower_replay", with_followers, r);
 
+  if (parts != Parts::kAll) return;
   i64 hash = 1;
   while (hash < 2 * c.hot) hash *= 2;
-  if (B > c.hot) return;
   const i64 columns = std::max(4 * B, 5 * S * K);
   Restored index(at(B * 2 * hash * 8)), policy(at((B + 1) * c.hot * 4)), slots(at(B * W * 4));
   std::vector<i64> entries(at(B * 2 * hash), -1);
@@ -216,6 +226,32 @@ void swaps(Report& report, Gpu& gpu, const Case& c, bool everything) {
                             for (const Restored* a : {&index, &policy, &slots}) a->restore(static_cast<cudaStream_t>(s.handle));
                           });
   report.add("spec_swap", w.keys(), r);
+  // Four layers that all are anchors; one after the other they want other rows of the same state.
+  Report::Keys four = w.keys();
+  four["layers"] = "4";
+  floor_of(gpu, c, 4, r);
+  const auto again = [&](Stream s, int) {
+    for (const Restored* a : {&index, &policy, &slots}) a->restore(static_cast<cudaStream_t>(s.handle));
+  };
+  std::vector<std::unique_ptr<Restored>> others;
+  std::vector<SpecSwapParams> layers(4, x);
+  for (std::size_t l = 1; l < layers.size(); ++l) {
+    others.push_back(std::make_unique<Restored>(at(B * 2 * hash * 8))), others.back()->set(entries);
+    layers[l].cache_index = others.back()->view(DType::kInt64, {B, 2, hash});
+    others.push_back(std::make_unique<Restored>(at((B + 1) * c.hot * 4))), others.back()->set(std::vector<i32>(at((B + 1) * c.hot), 0));
+    layers[l].cache_policy = others.back()->view(DType::kInt32, {B + 1, c.hot});
+    others.push_back(std::make_unique<Restored>(at(B * W * 4))), others.back()->set(held);
+    layers[l].device_buffer_tokens = others.back()->view(DType::kInt32, {B, W});
+  }
+  r.ours_us = gpu.cold_us(
+      [&](Stream s, int) {
+        for (const SpecSwapParams& l : layers) swap_in_spec(l, s);
+      },
+      [&](Stream s, int i) {
+        again(s, i);
+        for (const auto& a : others) a->restore(static_cast<cudaStream_t>(s.handle));
+      });
+  report.add("spec_swap", four, r);
 }
 
 void single(Report& report, Gpu& gpu, Case c) {
@@ -254,40 +290,44 @@ void run(Report& report) {
   if (report.quick()) {
     Case c;
     c.requests = 2, c.steps = 2, c.top_k = 64, c.hot = 128, c.misses = 16, c.context = 1024;
-    swaps(report, gpu, c, true);
+    swaps(report, gpu, c, Parts::kAll);
     single(report, gpu, c);
     return;
   }
-  for (const i64 requests : {1, 2, 4, 8, 16, 32, 64}) swaps(report, gpu, {requests}, true);
+  for (const i64 requests : {1, 2, 4, 8, 16, 32, 64}) swaps(report, gpu, {requests}, Parts::kAll);
   for (const i64 requests : {128, 256}) {
     Case c{requests};
     c.context = 16384;
-    swaps(report, gpu, c, false);
+    swaps(report, gpu, c, Parts::kFollowers);
   }
   for (const i64 requests : {1, 8, 16, 64}) {
     Case c{requests};
     c.misses = 0;
-    swaps(report, gpu, c, false);
+    swaps(report, gpu, c);
   }
-  const auto vary = [&](auto&& change) {
+  // One axis at a time around 8 requests.
+  const auto vary = [&](auto&& change, Parts parts = Parts::kSwap) {
     Case c{8};
     change(c);
-    swaps(report, gpu, c, false);
+    swaps(report, gpu, c, parts);
   };
   for (const i64 misses : {8, 200, 1800}) vary([&](Case& c) { c.misses = misses; });
   vary([&](Case& c) { c.steps = 2, c.misses = 4096; });  // all missing
-  for (const i64 steps : {1, 2, 3, 6, 8}) vary([&](Case& c) { c.steps = steps; });
+  for (const i64 steps : {1, 2, 3, 5, 6, 8}) vary([&](Case& c) { c.steps = steps; });
   vary([&](Case& c) { c.identity = false; });
+  vary([&](Case& c) { c.one_host = true; });
   for (const i64 hot : {6144, 8192, 16384}) vary([&](Case& c) { c.hot = hot; });
   for (const i64 context : {16384, 262144, 1048576}) vary([&](Case& c) { c.context = context; });
+  for (const i64 budget : {4, 8, 16, 32}) vary([&](Case& c) { c.sm_budget = budget; }, Parts::kFollowers);
   for (i64 bytes = 512; bytes <= 1600; bytes += 16)
     if (bytes != 576) vary([&](Case& c) { c.bytes = bytes; });
-  for (const i64 requests : {1, 10, 100})
-    for (const i64 misses : {410, 2}) {
-      Case c{requests};
-      c.bytes = 512, c.misses = misses, c.context = 16384;
-      single(report, gpu, c);
-    }
+  for (const i64 hot : {4096, 8192})
+    for (const i64 requests : {1, 10, 100})
+      for (const i64 misses : {410, 2}) {
+        Case c{requests};
+        c.bytes = 512, c.hot = hot, c.misses = misses, c.context = 16384;
+        single(report, gpu, c);
+      }
 }
 
 const bool registered = add_gpu_family("hisparse", run);

@@ -100,6 +100,7 @@ struct SwapInParams {
   TensorView unique_misses;      ///< optional out [>=B] int32: distinct misses, served or not; 0 for padded rows
   TensorView unique_hits;        ///< optional out [>=B] int32: distinct tokens answered by hot or tail slots; 0 for padded rows
   bool skip_io = false;          ///< all bookkeeping, no bytes moved
+  std::int64_t sm_budget = 0;    ///< CUDA: most SMs that the call may occupy beside other work, 0: as many as help
 };
 SPECSTATE_API void swap_in(const SwapInParams& params, Stream stream = {});
 
@@ -127,6 +128,7 @@ struct SwapInSingleParams {
   MissPlan plan;  ///< optional
   std::int64_t sparse_block_size = 1;
   bool skip_io = false;
+  std::int64_t sm_budget = 0;         ///< as in swap_in
   const char* op = "swap_in_single";  ///< the name that error texts use
   bool one_plan_stride = false;       ///< refuse plans whose row strides differ, as sglang does
 };
@@ -151,6 +153,7 @@ struct SpecSwapParams {
   MissPlan plan;                 ///< optional
   /// How many of sglang's limits stand: its documented contract (steps 2..4); also those of its compiled kernel; none.
   enum class Limits : std::uint8_t { kContract, kStrict, kNone } limits = Limits::kContract;
+  std::int64_t sm_budget = 0;  ///< as in swap_in
 };
 SPECSTATE_API void swap_in_spec(const SpecSwapParams& params, Stream stream = {});
 
@@ -166,6 +169,7 @@ struct ReplayPlanParams {
   std::int64_t item_size_bytes = kInfer;  ///< kInfer: the bytes of a row of each host_cache
   RowLayout layout = RowLayout::kLinear;
   bool skip_io = false;
+  std::int64_t sm_budget = 0;  ///< CUDA: most SMs that the copies may occupy, 0: as many as help
   const char* op = "replay_plan";
   bool one_plan_stride = false;  ///< refuse plans whose row strides differ, as sglang does
 };
@@ -178,17 +182,19 @@ struct TransferPagedParams {
   const TensorView* src = nullptr;  ///< num_layers tensors of whole pages (a multiple of 37440 bytes each, dense)
   const TensorView* dst = nullptr;
   std::int64_t num_layers = 0;
-  TensorView src_indices;  ///< [N] int64 or int32
-  TensorView dst_indices;  ///< [N] same dtype
+  TensorView src_indices;      ///< [N] int64 or int32
+  TensorView dst_indices;      ///< [N] same dtype
+  std::int64_t sm_budget = 0;  ///< as in replay_plan
 };
 SPECSTATE_API void transfer_paged(const TransferPagedParams& params, Stream stream = {});
 
 /// The same by addresses: the caller vouches for them, so only negative indices can be refused.
 struct TransferPagedPointersParams {
-  TensorView src_ptrs;     ///< [num_layers] uint64 (or int64) addresses
-  TensorView dst_ptrs;     ///< [num_layers] same
-  TensorView src_indices;  ///< [N] int64
-  TensorView dst_indices;  ///< [N] int64
+  TensorView src_ptrs;         ///< [num_layers] uint64 (or int64) addresses
+  TensorView dst_ptrs;         ///< [num_layers] same
+  TensorView src_indices;      ///< [N] int64
+  TensorView dst_indices;      ///< [N] int64
+  std::int64_t sm_budget = 0;  ///< as in replay_plan
 };
 SPECSTATE_API void transfer_paged_pointers(const TransferPagedPointersParams& params, Stream stream = {});
 

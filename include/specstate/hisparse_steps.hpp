@@ -8,8 +8,6 @@
 // Words as in hisparse.hpp. A window is the positions length .. length + width - 1 of a request; position p lives in tail column H + p mod P.
 // "Reserved" is the host row that an engine has set aside for a position, before the position counts; both tables may be one tensor.
 //
-// The CPU form stands; GPU tensors are refused (kNotImplemented) until its kernels have run on one (docs/decisions/0008).
-//
 // Errors: kValue naming the argument before anything is written. Ids that only contents can tell: on the CPU an error too, on a GPU such a
 // row is left alone.
 #include "specstate/hisparse.hpp"
@@ -26,6 +24,7 @@ struct CopyRowsParams {
   TensorView src_rows;  ///< [n] int32 or int64
   TensorView dst_rows;  ///< [n] int32 or int64
   RowLayout layout = RowLayout::kLinear;
+  std::int64_t sm_budget = 0;  ///< CUDA: most SMs that the copies may occupy, 0: as many as help
 };
 SPECSTATE_API void copy_rows(const CopyRowsParams& params, Stream stream = {});
 
@@ -54,12 +53,15 @@ struct AcceptWindowParams {
   const WindowGroup* groups = nullptr;
   std::int64_t num_groups = 0;
   RowLayout layout = RowLayout::kLinear;
-  TensorView requests;         ///< [B] int32 or int64, distinct
-  TensorView widths;           ///< [B] int32, as they were opened
-  TensorView accepted;         ///< [B] int32, 0 to width
-  TensorView num_real_reqs;    ///< [1] int32, optional
-  TensorView lengths;          ///< in/out [R] int32
-  TensorView reserved_rows;    ///< [R, L] int32 or int64, the host row that is set aside for each position
+  TensorView requests;       ///< [B] int32 or int64, distinct
+  TensorView widths;         ///< [B] int32, as they were opened
+  TensorView accepted;       ///< [B] int32, 0 to width
+  TensorView num_real_reqs;  ///< [1] int32, optional
+  TensorView lengths;        ///< in/out [R] int32
+  /// [R, ceil(L / page_size)] int32 or int64: the pages of host rows that are set aside, < 0 none. Position p has row entry[p / page_size] *
+  /// page_size + p % page_size.
+  TensorView reserved_rows;
+  std::int64_t page_size = 1;
   TensorView host_cache_locs;  ///< in/out [R, L] int32 or int64
 };
 SPECSTATE_API void accept_window(const AcceptWindowParams& params, Stream stream = {});

@@ -94,6 +94,7 @@ struct SwapCommon {
   std::int64_t request_slots, context;  // R that every table has, L
   std::int64_t hot, tail;               // H, P
   std::int64_t scratch;                 // C
+  std::int64_t sm_budget;               // SMs that the call may occupy, 0: any number
   const char* op;
   const char *locs_name, *scratch_name;  // what error texts call slot_locs and scratch_locs
 };
@@ -125,6 +126,7 @@ struct SwapInSingleArgs {
   PlanArgs plan;
   std::int64_t batch, top_k, block;  // K in tokens, tokens a selected entry
   std::int64_t request_slots, context, hot;
+  std::int64_t sm_budget;
   const char* op;
 };
 
@@ -134,6 +136,7 @@ struct ReplayPlanArgs {
   Strided1<const std::int32_t> count;
   const std::int32_t* num_real;
   std::int64_t batch, capacity;
+  std::int64_t sm_budget;
   const char* op;
 };
 
@@ -141,6 +144,7 @@ struct TransferArgs {
   Integers src, dst;  // [N]
   std::int64_t count;
   const char* op;
+  std::int64_t sm_budget = 0;
   Integers src_ptrs = {}, dst_ptrs = {};  // [pointer_layers] addresses that only a kernel may read (on a GPU), else null
   std::int64_t pointer_layers = 0;
 };

@@ -164,6 +164,11 @@ const std::int32_t* check_num_real(Checker& check, const TensorView& t) {
   return t.as<const std::int32_t>();
 }
 
+std::int64_t check_sm_budget(Checker& check, std::int64_t sm_budget) {
+  check.require(sm_budget >= 0, "sm_budget", "0 (any number) or more SMs", std::to_string(sm_budget));
+  return sm_budget;
+}
+
 void check_occurrences(std::int64_t steps, std::int64_t top_k) {
   if (top_k > 0 && steps > kMaxOccurrences / top_k)
     throw_value(fmt::format("HiSparse speculative swap supports at most {} occurrences.", kMaxOccurrences));
@@ -188,6 +193,7 @@ SwapInArgs check(const SwapInParams& p) {
   a.locs_name = "state.slot_locs";
   a.scratch_name = "scratch_locs";
   a.num_real = check_num_real(check, p.num_real_reqs);
+  a.sm_budget = check_sm_budget(check, p.sm_budget);
   check.arg("host_cache_locs", p.host_cache_locs).required().dtype({DType::kInt32, DType::kInt64}).shape({R, L}).same_device();
   const SwapState& s = p.state;
   check.arg("state.slot_tokens", s.slot_tokens).required().dtype(DType::kInt32).shape({R, W}).same_device().written();
@@ -334,6 +340,7 @@ SpecSwapArgs check(const SpecSwapParams& p) {
   a.locs_name = "device_buffer_locs";
   a.scratch_name = "state.scratch_locs";
   a.num_real = check_num_real(check, p.num_real_reqs);
+  a.sm_budget = check_sm_budget(check, p.sm_budget);
   a.plan = plan_args(check, p.plan);
   a.copy = copy_args(check, p.buffers, RowLayout::kLinear, kInfer, false);
   check.outputs_apart();
@@ -404,6 +411,7 @@ SwapInSingleArgs check(const SwapInSingleParams& p) {
   SwapInSingleArgs a{};
   a.op = p.op;
   a.num_real = check_num_real(check, p.num_real_reqs);
+  a.sm_budget = check_sm_budget(check, p.sm_budget);
   a.plan = plan_args(check, p.plan);
   a.copy = copy_args(check, p.buffers, p.layout, p.item_size_bytes, p.skip_io);
   check.outputs_apart();
@@ -440,6 +448,7 @@ ReplayPlanArgs check(const ReplayPlanParams& p, std::vector<CopyArgs>& followers
   ReplayPlanArgs a{};
   a.op = p.op;
   a.num_real = check_num_real(check, p.num_real_reqs);
+  a.sm_budget = check_sm_budget(check, p.sm_budget);
   a.src = strided2<const std::int64_t>(p.miss_src);
   a.dst = strided2<const std::int32_t>(p.miss_dst);
   a.count = strided1<const std::int32_t>(p.miss_count);
@@ -482,7 +491,7 @@ TransferArgs check(const TransferPagedParams& p, std::vector<TransferLayer>& lay
     layers.push_back({a.base, b.base, a.rows, b.rows});
   }
   check.outputs_apart();
-  return {integers(p.src_indices), integers(p.dst_indices), N, check.op()};
+  return {integers(p.src_indices), integers(p.dst_indices), N, check.op(), check_sm_budget(check, p.sm_budget)};
 }
 
 TransferArgs check(const TransferPagedPointersParams& p, std::vector<TransferLayer>& layers) {
@@ -502,7 +511,7 @@ TransferArgs check(const TransferPagedPointersParams& p, std::vector<TransferLay
       layers.push_back({reinterpret_cast<const std::byte*>(src), reinterpret_cast<std::byte*>(dst), -1, -1});
     }
   }
-  TransferArgs a{integers(p.src_indices), integers(p.dst_indices), N, check.op()};
+  TransferArgs a{integers(p.src_indices), integers(p.dst_indices), N, check.op(), check_sm_budget(check, p.sm_budget)};
   if (check.device().type == DeviceType::kCuda) {
     a.src_ptrs = integers(p.src_ptrs);
     a.dst_ptrs = integers(p.dst_ptrs);

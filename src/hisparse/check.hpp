@@ -32,6 +32,8 @@ class LayerNames {
 CopyArgs check_buffers(core::Checker& check, const LayerNames& names, const KvBuffers& buffers, RowLayout layout);
 /// The count of real rows, or null.
 const std::int32_t* check_num_real(core::Checker& check, const TensorView& num_real_reqs);
+/// SMs that a call's copies may occupy, 0 for any number.
+std::int64_t check_sm_budget(core::Checker& check, std::int64_t sm_budget);
 /// More occurrences than one call takes?
 void check_occurrences(std::int64_t steps, std::int64_t top_k);
 /// Do both name the very same elements?

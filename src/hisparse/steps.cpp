@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <deque>
 #include <string>
+#include <tuple>
 
 #include "core/dispatch.hpp"
 #include "core/match.hpp"
@@ -101,13 +102,13 @@ void check_batch(Checker& check, const Params& p, WindowArgs& a) {
 
 }  // namespace
 
-void copy_rows(const CopyRowsParams& p, Stream) {
+void copy_rows(const CopyRowsParams& p, Stream stream) {
   Checker check("copy_rows");
   Sym n("n");
   check.arg("src_rows", p.src_rows).required().dtype({DType::kInt32, DType::kInt64}).shape({n}).same_device();
   check.arg("dst_rows", p.dst_rows).required().dtype({DType::kInt32, DType::kInt64}).shape({n}).same_device();
   std::vector<CopyRowsLayer> layers;
-  CopyRowsArgs a{integers(p.src_rows), integers(p.dst_rows), n, p.layout == RowLayout::kDsv4Paged, -1};
+  CopyRowsArgs a{integers(p.src_rows), integers(p.dst_rows), n, p.layout == RowLayout::kDsv4Paged, -1, check_sm_budget(check, p.sm_budget)};
   check.array("src", p.src, "num_layers", p.num_layers);
   check.array("dst", p.dst, "num_layers", p.num_layers);
   std::deque<std::string> names;
@@ -119,10 +120,11 @@ void copy_rows(const CopyRowsParams& p, Stream) {
     check.arg(to.c_str(), p.dst[l]).written();
   }
   check.outputs_apart();
-  core::on_backend(check.op(), p.src_rows.device, [&] { cpu::run(a, layers); });
+  core::on_backend(
+      check.op(), p.src_rows.device, [&] { cpu::run(a, layers); }, [&] { cuda::run(a, layers, stream); });
 }
 
-void open_window(const OpenWindowParams& p, Stream) {
+void open_window(const OpenWindowParams& p, Stream stream) {
   Checker check("open_window");
   WindowArgs a{};
   a.op = check.op();
@@ -132,10 +134,11 @@ void open_window(const OpenWindowParams& p, Stream) {
   check.arg("locs", p.locs).dtype(DType::kInt32).shape({Dim(a.batch), Dim::at_least(1, "W")}).same_device().written();
   if (p.locs.given()) a.locs = table(p.locs), a.locs_width = p.locs.sizes[1];
   check.outputs_apart();
-  core::on_backend(a.op, p.requests.device, [&] { cpu::run(a, groups, {}); });
+  core::on_backend(
+      a.op, p.requests.device, [&] { cpu::run(a, groups, {}); }, [&] { cuda::run(a, groups, {}, stream); });
 }
 
-void accept_window(const AcceptWindowParams& p, Stream) {
+void accept_window(const AcceptWindowParams& p, Stream stream) {
   Checker check("accept_window");
   WindowArgs a{};
   a.op = check.op();
@@ -145,8 +148,12 @@ void accept_window(const AcceptWindowParams& p, Stream) {
   check.arg("accepted", p.accepted).required().dtype(DType::kInt32).shape({Dim(a.batch)}).same_device();
   // Both may be one table: then it is one argument.
   const char* const reserved = same_view(p.reserved_rows, p.host_cache_locs) ? "host_cache_locs" : "reserved_rows";
-  for (const auto& [name, t] : {std::pair{reserved, &p.reserved_rows}, std::pair{"host_cache_locs", &p.host_cache_locs}})
-    check.arg(name, *t).required().dtype({DType::kInt32, DType::kInt64}).shape({Dim(a.request_slots), Dim(a.context)}).same_device();
+  check.require(p.page_size >= 1, "page_size", ">= 1", std::to_string(p.page_size));
+  a.page = p.page_size;
+  const std::int64_t pages = a.context / a.page + (a.context % a.page != 0);
+  for (const auto& [name, t, columns] :
+       {std::tuple{reserved, &p.reserved_rows, pages}, std::tuple{"host_cache_locs", &p.host_cache_locs, a.context}})
+    check.arg(name, *t).required().dtype({DType::kInt32, DType::kInt64}).shape({Dim(a.request_slots), Dim(columns)}).same_device();
   check.arg("host_cache_locs", p.host_cache_locs).written();
   a.accepted = integers(p.accepted);
   a.reserved = integers(p.reserved_rows);
@@ -163,7 +170,8 @@ void accept_window(const AcceptWindowParams& p, Stream) {
       a.device_rows = std::min(a.device_rows, layers.back().copy.device_rows());
     }
   check.outputs_apart();
-  core::on_backend(a.op, p.requests.device, [&] { cpu::run(a, groups, layers); });
+  core::on_backend(
+      a.op, p.requests.device, [&] { cpu::run(a, groups, layers); }, [&] { cuda::run(a, groups, layers, stream); });
 }
 
 namespace cpu {
@@ -206,8 +214,8 @@ void run(const WindowArgs& a, const std::vector<WindowTables>& groups, const std
     if (!accepts) continue;
     if (a.accepted(b) < 0 || a.accepted(b) > width) refuse(a.op, "accepted", fmt::format("0..{}", width), a.accepted(b), b);
     for (std::int64_t p = length; p < length + a.accepted(b); ++p) {
-      if (a.reserved(r, p) < 0 || a.reserved(r, p) >= a.host_rows)
-        refuse(a.op, "reserved_rows", fmt::format("host rows in 0..{}", a.host_rows - 1), a.reserved(r, p), p);
+      if (const std::int64_t row = a.reserved_row(r, p); row < 0 || row >= a.host_rows)
+        refuse(a.op, "reserved_rows", fmt::format("host rows in 0..{}", a.host_rows - 1), row, p);
       for (const WindowTables& g : groups)
         for (const std::int64_t c : {a.hot + p % a.tail, std::min(p, a.hot)})
           if (g.slot_locs(r, c) >= a.device_rows || (c >= a.hot && p % a.tail == c - a.hot && g.slot_locs(r, c) < 0))
@@ -234,7 +242,7 @@ void run(const WindowArgs& a, const std::vector<WindowTables>& groups, const std
         const WindowTables& g = groups[static_cast<std::size_t>(l.group)];
         for (int i = 0; i < l.copy.pairs; ++i) {
           const RowSpans from = row_spans(l.copy.device[i], l.copy.paged, l.copy.item_bytes, g.slot_locs(r, column));
-          copy_row(from, row_spans(l.copy.host[i], l.copy.paged, l.copy.item_bytes, a.reserved(r, p)));
+          copy_row(from, row_spans(l.copy.host[i], l.copy.paged, l.copy.item_bytes, a.reserved_row(r, p)));
           if (moves(g)) copy_row(from, row_spans(l.copy.device[i], l.copy.paged, l.copy.item_bytes, g.slot_locs(r, p)));
         }
       }
@@ -248,7 +256,7 @@ void run(const WindowArgs& a, const std::vector<WindowTables>& groups, const std
           g.slot_tokens(r, column) = -1;
         }
       }
-      if (stands) a.host_locs.store(r, p, a.reserved(r, p));
+      if (stands) a.host_locs.store(r, p, a.reserved_row(r, p));
     }
     if (accepts) a.lengths(r) = static_cast<std::int32_t>(length + taken);
   }

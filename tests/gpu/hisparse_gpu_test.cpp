@@ -7,6 +7,7 @@
 
 #include "gpu_test.hpp"
 #include "specstate/hisparse.hpp"
+#include "specstate/hisparse_steps.hpp"
 
 namespace specstate::gpu_test {
 template <>
@@ -439,7 +440,7 @@ void single_world(unsigned seed, bool large, int shapes, int replays) {
       std::vector<KvBuffers> layers(3);
       for (int l = 0; l < 3; ++l)
         layers[at(l)].host_cache = w.host_pool(0, where), layers[at(l)].device_buffer = w.pool(*followers[at(l)], where);
-      r.followers = layers.data(), r.num_followers = 3, r.layout = w.layout();
+      r.followers = layers.data(), r.num_followers = 3, r.layout = w.layout(), r.sm_budget = i % 3;
       replay_plan(r, stream);
     }));
   }
@@ -492,6 +493,7 @@ TEST(HisparseGpu, PagedTransfersBothWays) {
       } else {
         TransferPagedParams p;
         p.src = a.data(), p.dst = b.data(), p.num_layers = kLayers, p.src_indices = src.view(where), p.dst_indices = dst.view(where);
+        p.sm_budget = round % 3;
         transfer_paged(p);
       }
     };
@@ -514,6 +516,180 @@ TEST(HisparseGpu, PagedTransfersBothWays) {
   }
   SPECSTATE_GPU(cudaDeviceSynchronize());
   EXPECT_EQ(std::memcmp(want.data(), host[0]->data(), want.size()), 0);
+}
+
+// ------------------------------------------------------------------------------------------------- staging, windows
+
+/// Several groups of layers with rows of different sizes; windows are opened and accepted, lengths and counts live on the GPU only.
+void window_world(unsigned seed, int rounds) {
+  SCOPED_TRACE(::testing::Message() << "seed " << seed);
+  Random random(seed * 77 + 3);
+  const i64 R = random.pick(1, 5), H = random.pick(1, 30), P = random.pick(1, 8), L = random.pick(P + 4, 80), W = H + P,
+            G = random.pick(1, 3);
+  const bool paged = random.one_in(4);
+  i64 host_rows = R * (L + 8) + 5, device_rows = R * W + 3;
+  if (paged) host_rows = (host_rows + 63) / 64 * 64, device_rows = (device_rows + 63) / 64 * 64;
+  std::vector<std::unique_ptr<Pinned>> host;          // of the GPU
+  std::vector<std::unique_ptr<Bytes>> plain, device;  // host rows of the CPU; device rows of both
+  std::vector<std::vector<KvBuffers>> layers[2];
+  std::vector<WindowGroup> groups[2];
+  std::vector<i32> rows(at(device_rows));
+  std::iota(rows.begin(), rows.end(), 0);
+  std::shuffle(rows.begin(), rows.end(), random);
+  Pair<i32> locs({R, W}, std::vector<i32>(rows.begin(), rows.begin() + R * W));
+  if (random.one_in(3)) locs.values()[random.pick(0, R - 1) * W + random.pick(0, H - 1)] = -1, locs.upload();
+  std::vector<Bytes*> all{&locs};
+  struct Group {
+    std::unique_ptr<Pair<i32>> tokens, stamps, clock, hints;
+  };
+  std::vector<Group> own;
+  for (i64 g = 0; g < G; ++g) {
+    Group x;
+    x.tokens = std::make_unique<Pair<i32>>(std::initializer_list<i64>{R, W}, std::vector<i32>(at(R * W), -1));
+    for (i64 i = 0; i < R * W; ++i)
+      if (i % W < H && random.one_in(3)) x.tokens->values()[i] = static_cast<i32>(random.pick(0, L - 1));
+    x.tokens->upload();
+    x.stamps = std::make_unique<Pair<i32>>(std::initializer_list<i64>{R, H}, std::vector<i32>(at(R * H), 3));
+    x.clock = std::make_unique<Pair<i32>>(std::initializer_list<i64>{R}, std::vector<i32>(at(R), 9));
+    x.hints = std::make_unique<Pair<i32>>(std::initializer_list<i64>{R, L}, std::vector<i32>(at(R * L), -1));
+    for (Bytes* b : std::initializer_list<Bytes*>{x.tokens.get(), x.stamps.get(), x.clock.get(), x.hints.get()}) all.push_back(b);
+    own.push_back(std::move(x));
+    const i64 n = random.pick(1, 3);
+    for (int where = 0; where < 2; ++where) layers[where].emplace_back();
+    for (i64 l = 0; l < n; ++l) {
+      const bool two = !paged && random.one_in(3);
+      const i64 item = paged ? 584 : std::vector<i64>{16, 576, 1152, 24, 3}[random() % 5];
+      KvBuffers b[2];
+      for (int pair = 0; pair < 1 + two; ++pair) {
+        const i64 hb = paged ? host_rows / 64 * kPage : host_rows * item, db = paged ? device_rows / 64 * kPage : device_rows * item;
+        host.push_back(std::make_unique<Pinned>(hb, seed + static_cast<unsigned>(host.size())));
+        plain.push_back(std::make_unique<Bytes>(at(hb)));
+        std::memcpy(plain.back()->host(), host.back()->data(), at(hb));
+        device.push_back(std::make_unique<Bytes>(at(db)));
+        for (i64 i = 0; i < db; ++i) static_cast<u8*>(device.back()->host())[i] = static_cast<u8>(random() >> 5);
+        device.back()->upload();
+        all.push_back(device.back().get());
+        for (int where = 0; where < 2; ++where) {
+          void *h = where ? static_cast<void*>(host.back()->data()) : plain.back()->host(),
+               *d = where ? device.back()->device() : device.back()->host();
+          const Device cpu{DeviceType::kCpu, 0, where == 1}, dev{where ? DeviceType::kCuda : DeviceType::kCpu, 0};
+          const TensorView hv = paged ? TensorView(h, DType::kUInt8, {hb}, cpu) : TensorView(h, DType::kUInt8, {host_rows, item}, cpu);
+          const TensorView dv = paged ? TensorView(d, DType::kUInt8, {db}, dev) : TensorView(d, DType::kUInt8, {device_rows, item}, dev);
+          (pair ? b[where].host_cache_v : b[where].host_cache) = hv;
+          (pair ? b[where].device_buffer_v : b[where].device_buffer) = dv;
+        }
+      }
+      for (int where = 0; where < 2; ++where) layers[where].back().push_back(b[where]);
+    }
+  }
+  for (int where = 0; where < 2; ++where)
+    for (i64 g = 0; g < G; ++g) {
+      const Where w = where ? Where::kDevice : Where::kHost;
+      const Group& x = own[at(g)];
+      groups[where].push_back({{x.tokens->view(w), locs.view(w), x.stamps->view(w), x.hints->view(w), x.clock->view(w)},
+                               layers[where][at(g)].data(),
+                               static_cast<i64>(layers[where][at(g)].size())});
+    }
+  const i64 page = random.pick(1, 7), pages = (L + page - 1) / page;
+  std::vector<i64> reserved(at(host_rows / page));
+  std::iota(reserved.begin(), reserved.end(), 0);
+  std::shuffle(reserved.begin(), reserved.end(), random);
+  reserved.resize(at(R * pages));
+  Pair<i64> reserve({R, pages}, reserved), committed({R, L}, std::vector<i64>(at(R * L), -1));
+  Pair<i32> lengths({R}, std::vector<i32>(at(R), 0));
+  for (Bytes* b : std::initializer_list<Bytes*>{&committed, &lengths}) all.push_back(b);
+  const i64 B = R + 1;  // the last row is padding at least
+  Pair<i64> requests({B});
+  Pair<i32> width({B}), taken({B}), real({1}), out({B, P});
+  const OwnStream stream;
+  const auto step = [&](Where where, Stream to) {
+    const int i = where == Where::kDevice;
+    OpenWindowParams open;
+    open.groups = groups[i].data(), open.num_groups = G, open.requests = requests.view(where), open.widths = width.view(where);
+    open.num_real_reqs = real.view(where), open.lengths = lengths.view(where), open.locs = out.view(where);
+    open_window(open, to);
+    AcceptWindowParams p;
+    p.groups = groups[i].data(), p.num_groups = G, p.layout = paged ? RowLayout::kDsv4Paged : RowLayout::kLinear;
+    p.requests = open.requests, p.widths = open.widths, p.accepted = taken.view(where), p.num_real_reqs = open.num_real_reqs;
+    p.lengths = open.lengths, p.reserved_rows = reserve.view(where), p.page_size = page, p.host_cache_locs = committed.view(where);
+    accept_window(p, to);
+  };
+  std::unique_ptr<Captured> graph;
+  for (int round = 0; round < rounds; ++round) {
+    std::vector<i64> ids(at(R));
+    std::iota(ids.begin(), ids.end(), 0);
+    std::shuffle(ids.begin(), ids.end(), random);
+    const i64 n = random.pick(0, R);
+    std::vector<i32> widths(at(B), 99), accepted(at(B), 99);
+    for (i64 b = 0; b < n; ++b) {
+      widths[at(b)] = static_cast<i32>(random.pick(0, std::min(P, L - lengths.values()[ids[at(b)]])));
+      accepted[at(b)] = static_cast<i32>(random.pick(0, widths[at(b)]));
+    }
+    ids.push_back(-5);
+    requests.set(ids), width.set(widths), taken.set(accepted), real.set({static_cast<i32>(n)});
+    step(Where::kHost, {});
+    if (round == 0) {
+      step(Where::kDevice, stream);
+      ASSERT_TRUE(stream.synchronize());
+      graph = std::make_unique<Captured>(stream, [&](Stream to) { step(Where::kDevice, to); });
+    } else {
+      ASSERT_TRUE(graph->replay());
+    }
+    ASSERT_EQ(out.difference(), "") << "round " << round;
+    for (std::size_t i = 0; i < all.size(); ++i) ASSERT_EQ(all[i]->difference(), "") << "array " << i << ", round " << round;
+    for (std::size_t i = 0; i < host.size(); ++i)
+      ASSERT_EQ(std::memcmp(host[i]->data(), plain[i]->host(), plain[i]->size()), 0) << "host pool " << i << ", round " << round;
+  }
+  // A row whose request, length, width or count is none is left alone; its neighbour is served. The last: one request twice.
+  const i64 n = std::min<i64>(R, 2);
+  for (int fault = 0; fault < 4; ++fault) {
+    std::vector<i64> ids(at(B), 0);
+    std::vector<i32> widths(at(B), 0), accepted(at(B), 0);
+    if (fault == 0) ids[0] = R + 7;
+    if (fault == 1) widths[0] = static_cast<i32>(P + 1);
+    if (fault == 2) accepted[0] = 1;
+    if (n == 2) ids[1] = fault == 3 ? 0 : 1;
+    requests.set(ids), width.set(widths), taken.set(accepted), real.set({static_cast<i32>(n)});
+    std::fill_n(out.values(), B * P, -1);
+    ASSERT_TRUE(graph->replay());
+    ASSERT_EQ(out.difference(), "") << "fault " << fault;
+    for (std::size_t i = 0; i < all.size(); ++i) ASSERT_EQ(all[i]->difference(), "") << "array " << i << ", fault " << fault;
+  }
+  // Rows by index, any direction: to the host, back, inside the device buffer; in all layers of a group that have rows of one size.
+  std::vector<TensorView> hosts[2], devices[2];
+  for (int i = 0; i < 2; ++i)
+    for (const KvBuffers& b : layers[i][0])
+      if (b.host_cache.sizes[b.host_cache.ndim - 1] == layers[i][0][0].host_cache.sizes[b.host_cache.ndim - 1])
+        hosts[i].push_back(b.host_cache), devices[i].push_back(b.device_buffer);
+  for (int direction = 0; direction < 3; ++direction) {
+    const i64 most = direction == 0 ? host_rows : device_rows, sources = direction == 1 ? host_rows : device_rows;
+    const i64 count = random.pick(0, direction == 2 ? device_rows / 2 : std::min<i64>(most, 60)), budget = random.pick(0, 3);
+    std::vector<i32> from(at(count)), to(at(most));
+    std::iota(to.begin(), to.end(), 0);
+    std::shuffle(to.begin(), to.end(), random);
+    for (i64 i = 0; i < count; ++i)
+      from[at(i)] = direction == 2 ? to[to.size() - 1 - at(i)] : static_cast<i32>(random.pick(-1, sources - 1));
+    to.resize(at(count));
+    Pair<i32> src({count}), dst({count});
+    if (count > 0) src.set(from), dst.set(to);
+    for (const Where where : {Where::kHost, Where::kDevice}) {
+      const int i = where == Where::kDevice;
+      CopyRowsParams p;
+      p.src = direction == 1 ? hosts[i].data() : devices[i].data(), p.dst = direction == 0 ? hosts[i].data() : devices[i].data();
+      p.num_layers = static_cast<i64>(hosts[i].size()), p.layout = paged ? RowLayout::kDsv4Paged : RowLayout::kLinear;
+      p.src_rows = src.view(where), p.dst_rows = dst.view(where), p.sm_budget = budget;
+      copy_rows(p, stream);
+    }
+    ASSERT_TRUE(stream.synchronize());
+    for (std::size_t i = 0; i < all.size(); ++i) ASSERT_EQ(all[i]->difference(), "") << "array " << i << ", direction " << direction;
+    for (std::size_t i = 0; i < host.size(); ++i)
+      ASSERT_EQ(std::memcmp(host[i]->data(), plain[i]->host(), plain[i]->size()), 0) << "host pool " << i << ", direction " << direction;
+  }
+}
+
+TEST(HisparseGpu, WindowsAndStagingEqualTheCpu) {
+  SPECSTATE_NEEDS_GPU();
+  for (unsigned seed = 1; seed <= (small() ? 4u : 80u) && !HasFailure(); ++seed) window_world(seed, 8);
 }
 
 // -------------------------------------------------------------------------------------------- what only contents can tell

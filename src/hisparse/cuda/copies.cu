@@ -155,7 +155,7 @@ void run(const ReplayPlanArgs& x, const CopyArgs* followers, std::int64_t num_fo
     }
     if (to.count == 0) continue;
     specstate::cuda::Launch shape;
-    shape.grid = kReplayBlocks;
+    shape.grid = copy_blocks(kReplayBlocks, 1, kReplayBlocks, x.sm_budget);  // how many rows there are, only the GPU knows
     shape.block = kThreads;
     shape.overlap = true;
     specstate::cuda::launch(&replay_kernel, shape, stream, x, to);
@@ -168,8 +168,7 @@ void run(const TransferArgs& x, const TransferLayer* layers, std::int64_t num_la
   shape.block = kThreads;
   shape.overlap = true;
   const auto go = [&](const Layers& l) {
-    const i64 rows = x.count * l.count;
-    shape.grid = static_cast<unsigned>(std::clamp<i64>((rows + 63) / 64, 1, 64));
+    shape.grid = copy_blocks(x.count * l.count, 64, 64, x.sm_budget);
     specstate::cuda::launch(&transfer_kernel, shape, stream, x, l);
   };
   if (x.src_ptrs.data) {

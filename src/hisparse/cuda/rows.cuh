@@ -48,6 +48,12 @@ inline void check_rows(const char* op, const CopyGeometry& g) {
                                                 std::to_string(g.host_rows) + " of " + std::to_string(g.item) + ".");
 }
 
+/// Blocks of a launch that only copies: `rows` for each to begin with, and no more than help, or than the caller's budget of SMs allows.
+inline unsigned copy_blocks(i64 rows, i64 rows_a_block, i64 most, i64 sm_budget) {
+  const i64 limit = sm_budget > 0 && sm_budget < most ? sm_budget : most, blocks = (rows + rows_a_block - 1) / rows_a_block;
+  return static_cast<unsigned>(blocks < 1 ? 1 : blocks < limit ? blocks : limit);
+}
+
 __device__ __forceinline__ const std::byte* host_at(const CopyGeometry& g, int pair, i64 row) {
   return g.pair[pair].host + (g.paged ? layout::paged_value_offset(row) : layout::linear_offset(row, g.pair[pair].host_pitch));
 }

@@ -1,0 +1,244 @@
+// Rows and tables between two swaps: staging, the window of a verify, acceptance. Everything is read on the GPU, nothing on the host.
+//
+// Accepting is two launches. The first only moves rows: a warp a (position, layer), each row read once from the tail and stored to its host
+// row and, where the slot of the position's own number is free, to that slot. The second only writes tables, so that all warps of the first
+// decide by the same ones. Stores to the host do not wait for the link, so a row a warp at a time is enough.
+#include <algorithm>
+
+#include "cuda/launch.hpp"
+#include "hisparse/cuda/rows.cuh"
+#include "hisparse/steps.hpp"
+
+namespace specstate::hisparse::cuda {
+namespace {
+
+constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr int kMostLayers = 64, kMostGroups = 64;  // of one launch
+
+// ------------------------------------------------------------------------------------------------------- rows by index
+
+struct Ends {  // of one layer's rows
+  const std::byte* src;
+  std::byte* dst;
+  i64 src_pitch, dst_pitch, src_rows, dst_rows;
+};
+struct CopyLayers {
+  Ends at[kMostLayers];
+  i64 count, item;
+  int vec;
+  bool paged;
+};
+
+__global__ void __launch_bounds__(kThreads)
+    copy_rows_kernel(const __grid_constant__ CopyRowsArgs x, const __grid_constant__ CopyLayers layers) {
+  ptx::wait_for_previous();
+  ptx::let_next_start();
+  const u64 warps = gridDim.x * kWarps, work = static_cast<u64>(x.count) * static_cast<u64>(layers.count);
+  for (u64 start = (threadIdx.x / 32) * gridDim.x + blockIdx.x; start < work; start += 32 * warps) {
+    const u64 w = start + lane_id() * warps;
+    const std::byte* from = nullptr;
+    std::byte* to = nullptr;
+    if (w < work) {
+      const u64 i = w / static_cast<u64>(layers.count);
+      const Ends& e = layers.at[w - i * static_cast<u64>(layers.count)];
+      const i64 src = load_wide(x.src, static_cast<i64>(i), 0), dst = load_wide(x.dst, static_cast<i64>(i), 0);
+      if (src >= 0 && dst >= 0 && src < e.src_rows && dst < e.dst_rows) {
+        from = e.src + (layers.paged ? layout::paged_value_offset(src) : layout::linear_offset(src, e.src_pitch));
+        to = e.dst + (layers.paged ? layout::paged_value_offset(dst) : layout::linear_offset(dst, e.dst_pitch));
+        if (layers.paged) copy_scale(layers.vec, e.src + layout::paged_scale_offset(src), e.dst + layout::paged_scale_offset(dst));
+      }
+    }
+    move_any(layers.vec, from, to, static_cast<u32>(min(u64{32}, (work - start + warps - 1) / warps)), static_cast<u32>(layers.item));
+  }
+}
+
+// -------------------------------------------------------------------------------------------------------------- windows
+
+/// One batch row, judged as far as it can be without the tables: does it take part, and with what.
+struct Row {
+  i64 r, length, width, taken;
+  bool valid;
+};
+/// Of whole warps: a request that stands twice in the batch is looked for by all lanes.
+__device__ __forceinline__ Row row_of(const WindowArgs& x, i64 b) {
+  Row row{0, 0, 0, 0, false};
+  i64 real = x.batch;
+  if (x.num_real) real = min(max(static_cast<i64>(*x.num_real), i64{0}), x.batch);
+  if (b >= real) return row;
+  row.r = load_wide(x.requests, b, 0);
+  if (row.r < 0 || row.r >= x.request_slots) return row;
+  bool twice = false;
+  for (i64 other = lane_id(); other < real; other += 32) twice |= other != b && load_wide(x.requests, other, 0) == row.r;
+  if (__any_sync(kFull, twice)) return row;
+  row.length = x.lengths(row.r);
+  row.width = load_wide(x.widths, b, 0);
+  row.taken = x.accepted.data ? load_wide(x.accepted, b, 0) : 0;
+  row.valid = row.length >= 0 && row.length <= x.context && row.width >= 0 && row.width <= min(x.tail, x.context - row.length) &&
+              row.taken >= 0 && row.taken <= row.width;
+  return row;
+}
+__device__ __forceinline__ i64 tail_column(const WindowArgs& x, i64 p) { return x.hot + p % x.tail; }
+/// Is the slot of the position's own number free?
+__device__ __forceinline__ bool moves(const WindowArgs& x, const WindowTables& g, i64 r, i64 p) {
+  return p < x.hot && g.slot_locs(r, p) >= 0 && g.slot_locs(r, p) < x.device_rows && g.slot_tokens(r, p) < 0;
+}
+/// A position whose reserved row or tail row is not there is left alone, in both launches.
+__device__ __forceinline__ bool can_stand(const WindowArgs& x, const WindowTables& g, i64 r, i64 p, i64 reserved) {
+  const i64 tail = g.slot_locs(r, tail_column(x, p));
+  return reserved >= 0 && reserved < x.host_rows && tail >= 0 && tail < x.device_rows;
+}
+
+struct BackupLayer {
+  PairGeometry pair[2];
+  i64 item;
+  int pairs, vec, group;
+};
+struct Groups {
+  WindowTables at[kMostGroups];
+  i64 count;
+  bool first, last;  // of the launches
+};
+struct BackupLayers {
+  BackupLayer at[kMostLayers];
+  WindowTables groups[kMostLayers];  // those of the layers
+  i64 count;
+  bool paged;
+};
+
+template <class T>
+__device__ __forceinline__ void copy_twice(const std::byte* from, std::byte* first, std::byte* second, i64 bytes) {
+  for (i64 j = lane_id(); j < bytes / static_cast<i64>(sizeof(T)); j += 32) {
+    const T piece = reinterpret_cast<const T*>(from)[j];
+    reinterpret_cast<T*>(first)[j] = piece;
+    if (second) reinterpret_cast<T*>(second)[j] = piece;
+  }
+}
+__device__ __forceinline__ void copy_twice(int vec, const std::byte* from, std::byte* first, std::byte* second, i64 bytes) {
+  if (vec == 16)
+    copy_twice<uint4>(from, first, second, bytes);
+  else if (vec >= 4)
+    copy_twice<u32>(from, first, second, bytes);
+  else
+    copy_twice<std::uint8_t>(from, first, second, bytes);
+}
+__device__ __forceinline__ std::byte* value_at(const std::byte* base, i64 pitch, bool paged, i64 row) {
+  return const_cast<std::byte*>(base) + (paged ? layout::paged_value_offset(row) : layout::linear_offset(row, pitch));
+}
+__device__ __forceinline__ std::byte* scale_at(const std::byte* base, i64 row) {
+  return const_cast<std::byte*>(base) + layout::paged_scale_offset(row);
+}
+
+/// Block (x, y): batch row x; its warps and those of the other y share the (position, layer) pairs.
+__global__ void __launch_bounds__(kThreads)
+    backup_kernel(const __grid_constant__ WindowArgs x, const __grid_constant__ BackupLayers layers) {
+  ptx::wait_for_previous();
+  const Row row = row_of(x, blockIdx.x);
+  if (!row.valid) return;
+  const i64 warps = gridDim.y * kWarps;
+  for (i64 w = blockIdx.y * kWarps + threadIdx.x / 32; w < row.taken * layers.count; w += warps) {
+    const i64 p = row.length + w / layers.count, host = x.reserved_row(row.r, p);
+    const BackupLayer& l = layers.at[w % layers.count];
+    const WindowTables& g = layers.groups[l.group];
+    if (!can_stand(x, g, row.r, p, host)) continue;
+    const i64 tail = g.slot_locs(row.r, tail_column(x, p)), slot = moves(x, g, row.r, p) ? g.slot_locs(row.r, p) : -1;
+    for (int i = 0; i < l.pairs; ++i) {
+      const PairGeometry& pool = l.pair[i];
+      copy_twice(l.vec, value_at(pool.device, pool.device_pitch, layers.paged, tail),
+                 value_at(pool.host, pool.host_pitch, layers.paged, host),
+                 slot < 0 ? nullptr : value_at(pool.device, pool.device_pitch, layers.paged, slot), l.item);
+      if (layers.paged)
+        copy_twice<std::uint8_t>(scale_at(pool.device, tail), scale_at(pool.host, host), slot < 0 ? nullptr : scale_at(pool.device, slot),
+                                 layout::kScaleBytes);
+    }
+  }
+}
+
+/// One block a batch row: tail columns, hot slots, host rows, lengths.
+__global__ void __launch_bounds__(kThreads) window_kernel(const __grid_constant__ WindowArgs x, const __grid_constant__ Groups groups) {
+  ptx::wait_for_previous();
+  const i64 b = blockIdx.x;
+  const Row row = row_of(x, b);
+  const bool accepts = x.accepted.data != nullptr;
+  if (x.locs && groups.first)
+    for (i64 j = threadIdx.x; j < x.locs_width; j += kThreads)
+      x.locs(b, j) = row.valid && j < row.width ? groups.at[0].slot_locs(row.r, tail_column(x, row.length + j)) : -1;
+  if (!row.valid) return;
+  for (i64 w = threadIdx.x; w < row.width * groups.count; w += kThreads) {
+    const i64 p = row.length + w / groups.count, column = tail_column(x, p);
+    const WindowTables& g = groups.at[w % groups.count];
+    if (!accepts) {
+      g.slot_tokens(row.r, column) = static_cast<std::int32_t>(p);
+      continue;
+    }
+    const i64 host = p < row.length + row.taken ? x.reserved_row(row.r, p) : -1;
+    const bool stands = can_stand(x, g, row.r, p, host), promote = stands && moves(x, g, row.r, p);
+    if (promote) {
+      g.slot_tokens(row.r, p) = static_cast<std::int32_t>(p);
+      g.stamps(row.r, p) = layout::hit_stamp(g.clock(row.r));
+      g.hints.store(row.r, p, p);
+    }
+    if (!stands || promote) g.slot_tokens(row.r, column) = -1;
+    if (stands && groups.first && w % groups.count == 0) x.host_locs.store(row.r, p, host);
+  }
+  __syncthreads();  // everybody has read the length
+  if (accepts && groups.last && threadIdx.x == 0) x.lengths(row.r) = static_cast<std::int32_t>(row.length + row.taken);
+}
+
+}  // namespace
+
+void run(const CopyRowsArgs& x, const std::vector<CopyRowsLayer>& all, Stream stream) {
+  if (x.count == 0) return;
+  for (std::size_t first = 0; first < all.size(); first += kMostLayers) {
+    CopyLayers layers{};
+    layers.count = static_cast<i64>(std::min<std::size_t>(kMostLayers, all.size() - first));
+    layers.paged = x.paged;
+    layers.item = x.paged ? layout::kValueBytes : x.item_bytes;
+    u64 together = static_cast<u64>(layers.item);
+    for (i64 l = 0; l < layers.count; ++l) {
+      const CopyRowsLayer& c = all[first + static_cast<std::size_t>(l)];
+      layers.at[l] = {c.src.base, c.dst.base, c.src.pitch, c.dst.pitch, c.src.rows, c.dst.rows};
+      together |= reinterpret_cast<u64>(c.src.base) | reinterpret_cast<u64>(c.dst.base);
+      if (!x.paged) together |= static_cast<u64>(c.src.pitch) | static_cast<u64>(c.dst.pitch);
+    }
+    layers.vec = together % 16 == 0 ? 16 : together % 8 == 0 ? 8 : together % 4 == 0 ? 4 : 1;
+    specstate::cuda::Launch shape;
+    shape.grid = copy_blocks(x.count * layers.count, kWarps, 64, x.sm_budget);
+    shape.block = kThreads;
+    shape.overlap = true;
+    specstate::cuda::launch(&copy_rows_kernel, shape, stream, x, layers);
+  }
+}
+
+void run(const WindowArgs& x, const std::vector<WindowTables>& groups, const std::vector<WindowLayer>& all, Stream stream) {
+  if (x.batch == 0) return;
+  specstate::cuda::Launch shape;
+  shape.block = kThreads;
+  shape.overlap = true;
+  for (std::size_t first = 0; first < all.size(); first += kMostLayers) {
+    BackupLayers layers{};
+    layers.count = static_cast<i64>(std::min<std::size_t>(kMostLayers, all.size() - first));
+    i64 group = -1;
+    int groups_here = 0;
+    for (i64 l = 0; l < layers.count; ++l) {  // layers come group by group
+      const WindowLayer& from = all[first + static_cast<std::size_t>(l)];
+      if (from.group != group) layers.groups[groups_here++] = groups[static_cast<std::size_t>(group = from.group)];
+      const CopyGeometry g = geometry(from.copy);
+      layers.at[l] = {{g.pair[0], g.pair[1]}, g.item, g.pairs, g.vec, groups_here - 1};
+      layers.paged = g.paged;
+    }
+    const i64 rows = layers.count * std::min<i64>(x.tail, 8);  // of a window as it mostly is; a warp takes more if there are more
+    shape.grid = dim3(specstate::cuda::blocks_for(x.batch, 1), static_cast<unsigned>(std::clamp<i64>(rows / (2 * kWarps), 1, 16)));
+    specstate::cuda::launch(&backup_kernel, shape, stream, x, layers);
+  }
+  shape.grid = specstate::cuda::blocks_for(x.batch, 1);
+  for (std::size_t first = 0; first < groups.size(); first += kMostGroups) {
+    Groups some{};
+    some.count = static_cast<i64>(std::min<std::size_t>(kMostGroups, groups.size() - first));
+    std::copy_n(groups.begin() + static_cast<std::ptrdiff_t>(first), some.count, some.at);
+    some.first = first == 0;
+    some.last = first + kMostGroups >= groups.size();
+    specstate::cuda::launch(&window_kernel, shape, stream, x, some);
+  }
+}
+
+}  // namespace specstate::hisparse::cuda
