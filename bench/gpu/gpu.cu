@@ -303,18 +303,24 @@ double Gpu::launch_us() {
   return known()[key];
 }
 
-double Gpu::host_to_device_gbs() {
+double Gpu::copy_engine_gbs(bool to_host) {
+  const auto key = std::make_tuple(4, std::int64_t{to_host}, std::int64_t{0});
+  if (const auto i = known().find(key); i != known().end()) return i->second;
   constexpr std::size_t kBytes = std::size_t{256} << 20;
   const GpuArray& host = scratch(kBytes, GpuArray::Place::kPinned);
-  const GpuArray to(kBytes);
+  const GpuArray there(kBytes);
   double best = 1e300;
   for (int i = 0; i < (quick_ ? 2 : 6); ++i) {
-    Graph copy(stream_, 1,
-               [&](int) { SPECSTATE_CUDA_CHECK(cudaMemcpyAsync(to.data(), host.data(), kBytes, cudaMemcpyHostToDevice, stream_)); });
+    Graph copy(stream_, 1, [&](int) {
+      SPECSTATE_CUDA_CHECK(cudaMemcpyAsync(to_host ? host.data() : there.data(), to_host ? there.data() : host.data(), kBytes,
+                                           to_host ? cudaMemcpyDeviceToHost : cudaMemcpyHostToDevice, stream_));
+    });
     best = std::min(best, time_us(copy));
   }
-  return static_cast<double>(kBytes) / best * 1e-3;
+  return known()[key] = static_cast<double>(kBytes) / best * 1e-3;
 }
+double Gpu::host_to_device_gbs() { return copy_engine_gbs(false); }
+double Gpu::device_to_host_gbs() { return copy_engine_gbs(true); }
 
 std::string Gpu::name() {
   cudaDeviceProp p{};
@@ -340,6 +346,7 @@ std::map<std::string, double> Gpu::ceilings() {
           {"host_gather_656_gbs", gbs(rows * 656, host_gather_us(rows, 656))},
           {"host_gather_1152_gbs", gbs(rows * 1152, host_gather_us(rows, 1152))},
           {"host_to_device_gbs", host_to_device_gbs()},
+          {"device_to_host_gbs", device_to_host_gbs()},
           {"launch_us", launch_us()}};
 }
 

@@ -72,6 +72,7 @@ class Gpu {
   double host_gather_us(std::int64_t rows, std::int64_t row_bytes);
   double launch_us();           // a kernel of one block that does nothing
   double host_to_device_gbs();  // the copy engine, 256 MiB
+  double device_to_host_gbs();
 
   /// "NVIDIA H200"
   static std::string name();
@@ -82,6 +83,7 @@ class Gpu {
   struct Graph;
   std::vector<double> cold_us(const std::vector<Call>& calls, const Call& before, int rounds);
   double time_us(Graph& graph) const;
+  double copy_engine_gbs(bool to_host);
   void flush(cudaStream_t stream) const;
 
   bool quick_;

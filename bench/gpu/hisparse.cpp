@@ -10,6 +10,7 @@
 
 #include "bench/gpu/gpu.hpp"
 #include "specstate/error.hpp"
+#include "specstate/hisparse_steps.hpp"
 
 namespace specstate::bench {
 
@@ -285,6 +286,62 @@ void single(Report& report, Gpu& gpu, Case c) {
   report.add("single_swap", w.keys(), r);
 }
 
+/// The window of a verify: four groups of an anchor and three followers, four positions a request, three of them accepted.
+void windows(Report& report, Gpu& gpu, i64 requests) {
+  constexpr i64 kGroups = 4, kLayers = 16, kBytes = 576, kHot = 4096, kTail = 64, kWidth = 4, kAccepted = 3;
+  const i64 B = requests, L = 8192, W = kHot + kTail, host_rows = static_cast<i64>(host_pool().bytes()) / kLayers / kBytes;
+  std::vector<std::unique_ptr<GpuArray>> memory;
+  const auto array = [&](DType dtype, std::initializer_list<i64> shape, const auto& values) {
+    memory.push_back(std::make_unique<GpuArray>(values.size() * sizeof(values[0])));
+    memory.back()->set(values);
+    return memory.back()->view(dtype, shape);
+  };
+  std::vector<i32> locs(at(B * W)), reserved(at(B * L));
+  std::iota(locs.begin(), locs.end(), 0);
+  std::mt19937 random(1);
+  for (i32& r : reserved) r = static_cast<i32>(random() % static_cast<unsigned>(host_rows));
+  std::vector<i64> ids(at(B));
+  std::iota(ids.begin(), ids.end(), 0);
+  const TensorView slot_locs = array(DType::kInt32, {B, W}, locs);
+  std::vector<KvBuffers> layers(at(kLayers));
+  for (i64 l = 0; l < kLayers; ++l) {
+    memory.push_back(std::make_unique<GpuArray>(at(B * W * kBytes)));
+    layers[at(l)].device_buffer = memory.back()->view(DType::kUInt8, {B * W, kBytes});
+    layers[at(l)].host_cache =
+        TensorView(host_pool().data<std::byte>() + l * host_rows * kBytes, DType::kUInt8, {host_rows, kBytes}, {DeviceType::kCpu, 0, true});
+  }
+  std::vector<WindowGroup> groups(at(kGroups));
+  for (i64 g = 0; g < kGroups; ++g)
+    groups[at(g)] = {
+        {array(DType::kInt32, {B, W}, std::vector<i32>(at(B * W), -1)), slot_locs,
+         array(DType::kInt32, {B, kHot}, std::vector<i32>(at(B * kHot), 0)),
+         array(DType::kInt16, {B, L}, std::vector<std::int16_t>(at(B * L), -1)), array(DType::kInt32, {B}, std::vector<i32>(at(B), 7))},
+        layers.data() + g * (kLayers / kGroups),
+        kLayers / kGroups};
+  Restored lengths(at(B) * 4);
+  lengths.set(std::vector<i32>(at(B), 6000));
+  OpenWindowParams open;
+  open.groups = groups.data(), open.num_groups = kGroups, open.requests = array(DType::kInt64, {B}, ids);
+  open.widths = array(DType::kInt32, {B}, std::vector<i32>(at(B), kWidth)), open.lengths = lengths.view(DType::kInt32, {B});
+  AcceptWindowParams accept;
+  accept.groups = open.groups, accept.num_groups = kGroups, accept.requests = open.requests, accept.widths = open.widths;
+  accept.accepted = array(DType::kInt32, {B}, std::vector<i32>(at(B), kAccepted)), accept.lengths = open.lengths;
+  accept.reserved_rows = array(DType::kInt32, {B, L}, reserved);
+  accept.host_cache_locs = array(DType::kInt32, {B, L}, std::vector<i32>(at(B * L), -1));
+  const auto restore = [&](Stream s, int) { lengths.restore(static_cast<cudaStream_t>(s.handle)); };
+  const Report::Keys keys{{"bytes", std::to_string(kBytes)},       {"groups", std::to_string(kGroups)}, {"layers", std::to_string(kLayers)},
+                          {"accepted", std::to_string(kAccepted)}, {"requests", std::to_string(B)},     {"width", std::to_string(kWidth)}};
+  Result r;
+  r.floor_us = gpu.launch_us();
+  r.floor = "an empty kernel, measured";
+  r.ours_us = gpu.cold_us([&](Stream s, int) { open_window(open, s); }, restore);
+  report.add("open_window", keys, r);
+  r.floor_us = static_cast<double>(B * kAccepted * kLayers * kBytes) / gpu.device_to_host_gbs() * 1e-3;
+  r.floor = "the accepted rows' bytes by the copy engine's measured rate to the host";
+  r.ours_us = gpu.cold_us([&](Stream s, int) { accept_window(accept, s); }, restore);
+  report.add("accept_window", keys, r);
+}
+
 void run(Report& report) {
   Gpu gpu(report);
   if (report.quick()) {
@@ -292,8 +349,10 @@ void run(Report& report) {
     c.requests = 2, c.steps = 2, c.top_k = 64, c.hot = 128, c.misses = 16, c.context = 1024;
     swaps(report, gpu, c, Parts::kAll);
     single(report, gpu, c);
+    windows(report, gpu, 2);
     return;
   }
+  for (const i64 requests : {1, 8, 64}) windows(report, gpu, requests);
   for (const i64 requests : {1, 2, 4, 8, 16, 32, 64}) swaps(report, gpu, {requests}, Parts::kAll);
   for (const i64 requests : {128, 256}) {
     Case c{requests};

@@ -3,7 +3,7 @@
 #include <tvm/ffi/container/array.h>
 #include <tvm/ffi/object.h>
 
-#include <cstring>
+#include <iterator>
 #include <memory>
 #include <vector>
 
@@ -37,7 +37,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_swap_in,
                                  Opt host_cache, Opt device_buffer, Opt host_cache_v, Opt device_buffer_v, Opt slot_tokens, Opt slot_locs,
                                  Opt slot_stamps, Opt token_slots, Opt clock, Opt scratch_locs, bool paged, Opt top_k_device_locs,
                                  Opt miss_src, Opt miss_dst, Opt miss_count, Opt unique_misses, Opt unique_hits, bool skip_io,
-                                 std::int64_t s) {
+                                 std::int64_t sm_budget, std::int64_t s) {
                                 guard([&] {
                                   SwapInParams p;
                                   SPECSTATE_SET(p, top_k_tokens, seq_lens, req_pool_indices, num_real_reqs, host_cache_locs, scratch_locs);
@@ -47,6 +47,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_swap_in,
                                   p.layout = row_layout(paged);
                                   p.plan = plan(miss_src, miss_dst, miss_count);
                                   p.skip_io = skip_io;
+                                  p.sm_budget = sm_budget;
                                   swap_in(p, stream(s));
                                 });
                               });
@@ -61,7 +62,8 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_swap_in_single,
                                  Opt device_buffer, Opt host_cache_v, Opt device_buffer_v, Opt top_k_device_locs, Opt req_pool_indices,
                                  Opt seq_lens, Opt lru_slots, std::int64_t item_size_bytes, std::int64_t num_top_k,
                                  std::int64_t hot_buffer_size, Opt num_real_reqs, bool paged, Opt miss_src, Opt miss_dst, Opt miss_count,
-                                 std::int64_t sparse_block_size, bool skip_io, bool one_plan_stride, ffi::String op, std::int64_t s) {
+                                 std::int64_t sparse_block_size, bool skip_io, std::int64_t sm_budget, bool one_plan_stride, ffi::String op,
+                                 std::int64_t s) {
                                 guard([&] {
                                   SwapInSingleParams p;
                                   SPECSTATE_SET(p, top_k_tokens, device_buffer_tokens, host_cache_locs, device_buffer_locs);
@@ -74,6 +76,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_swap_in_single,
                                   p.plan = plan(miss_src, miss_dst, miss_count);
                                   p.sparse_block_size = sparse_block_size;
                                   p.skip_io = skip_io;
+                                  p.sm_budget = sm_budget;
                                   p.one_plan_stride = one_plan_stride;
                                   p.op = op.c_str();
                                   swap_in_single(p, stream(s));
@@ -84,7 +87,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_swap_in_spec,
                               [](Opt top_k_tokens, Opt device_buffer_tokens, Opt host_cache_locs, Opt device_buffer_locs, Opt host_cache,
                                  Opt device_buffer, Opt top_k_device_locs, Opt req_pool_indices, Opt seq_lens, Opt cache_index,
                                  Opt cache_policy, Opt scratch_locs, Opt scratch_state, Opt num_real_reqs, Opt miss_src, Opt miss_dst,
-                                 Opt miss_count, std::int64_t limits, std::int64_t s) {
+                                 Opt miss_count, std::int64_t limits, std::int64_t sm_budget, std::int64_t s) {
                                 guard([&] {
                                   SpecSwapParams p;
                                   SPECSTATE_SET(p, top_k_tokens, device_buffer_tokens, host_cache_locs, device_buffer_locs);
@@ -96,6 +99,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_swap_in_spec,
                                   p.scratch_state = view("state.scratch_state", scratch_state);
                                   p.plan = plan(miss_src, miss_dst, miss_count);
                                   p.limits = static_cast<SpecSwapParams::Limits>(limits);
+                                  p.sm_budget = sm_budget;
                                   swap_in_spec(p, stream(s));
                                 });
                               });
@@ -104,7 +108,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_replay_plan,
                               [](Opt miss_src, Opt miss_dst, Opt miss_count, Opt num_real_reqs, ffi::Array<ffi::Tensor> host_cache,
                                  ffi::Array<ffi::Tensor> device_buffer, ffi::Array<ffi::Tensor> host_cache_v,
                                  ffi::Array<ffi::Tensor> device_buffer_v, std::int64_t item_size_bytes, bool paged, bool skip_io,
-                                 bool one_plan_stride, ffi::String op, std::int64_t s) {
+                                 std::int64_t sm_budget, bool one_plan_stride, ffi::String op, std::int64_t s) {
                                 guard([&] {
                                   std::vector<KvBuffers> followers;
                                   for (std::size_t i = 0; i < host_cache.size(); ++i) {
@@ -124,6 +128,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_replay_plan,
                                   p.item_size_bytes = item_size_bytes;
                                   p.layout = row_layout(paged);
                                   p.skip_io = skip_io;
+                                  p.sm_budget = sm_budget;
                                   p.one_plan_stride = one_plan_stride;
                                   p.op = op.c_str();
                                   replay_plan(p, stream(s));
@@ -131,7 +136,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_replay_plan,
                               });
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_transfer_paged, [](ffi::Array<ffi::Tensor> src, ffi::Array<ffi::Tensor> dst, Opt src_indices,
-                                                          Opt dst_indices, std::int64_t s) {
+                                                          Opt dst_indices, std::int64_t sm_budget, std::int64_t s) {
   guard([&] {
     std::vector<TensorView> from, to;
     for (const ffi::Tensor& t : src) from.push_back(view("src", t));
@@ -141,15 +146,17 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_transfer_paged, [](ffi::Array<ffi::Tensor
     p.dst = to.data();
     p.num_layers = static_cast<std::int64_t>(from.size());
     SPECSTATE_SET(p, src_indices, dst_indices);
+    p.sm_budget = sm_budget;
     transfer_paged(p, stream(s));
   });
 });
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_transfer_paged_pointers,
-                              [](Opt src_ptrs, Opt dst_ptrs, Opt src_indices, Opt dst_indices, std::int64_t s) {
+                              [](Opt src_ptrs, Opt dst_ptrs, Opt src_indices, Opt dst_indices, std::int64_t sm_budget, std::int64_t s) {
                                 guard([&] {
                                   TransferPagedPointersParams p;
                                   SPECSTATE_SET(p, src_ptrs, dst_ptrs, src_indices, dst_indices);
+                                  p.sm_budget = sm_budget;
                                   transfer_paged_pointers(p, stream(s));
                                 });
                               });
@@ -182,33 +189,35 @@ SwapInParams selection(const Opt& top_k_tokens, const Opt& seq_lens, const Opt& 
 
 }  // namespace
 
+namespace {
+CoordinatorConfig coordinator_config(const Ids& sizes, bool paged, const Ids& anchor_of) {
+  CoordinatorConfig c;
+  std::int64_t* const fields[] = {&c.requests, &c.hot,       &c.window,      &c.tail,      &c.scratch,   &c.context,
+                                  &c.top_k,    &c.page_size, &c.device_rows, &c.host_rows, &c.sm_budget, &c.first_layer};
+  for (std::size_t i = 0; i < std::size(fields); ++i) *fields[i] = sizes[static_cast<std::int64_t>(i)];
+  c.layout = row_layout(paged);
+  c.anchor_of = numbers(anchor_of);
+  return c;
+}
+}  // namespace
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_table_bytes, [](Ids sizes, bool paged, Ids anchor_of, std::int64_t layers) {
+  return guard([&] { return Coordinator::table_bytes(coordinator_config(sizes, paged, anchor_of), layers); });
+});
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_new,
                               [](ffi::Array<ffi::Tensor> hosts, ffi::Array<ffi::Tensor> devices,
                                  ffi::Array<ffi::Optional<ffi::Tensor>> hosts_v, ffi::Array<ffi::Optional<ffi::Tensor>> devices_v,
-                                 std::int64_t requests, std::int64_t hot, std::int64_t window, std::int64_t tail, std::int64_t scratch,
-                                 std::int64_t context, std::int64_t top_k, std::int64_t page_size, std::int64_t device_rows,
-                                 std::int64_t host_rows, bool paged, std::int64_t first_layer, Ids anchor_of) -> ffi::ObjectRef {
+                                 Ids sizes, bool paged, Ids anchor_of, ffi::Optional<ffi::Tensor> tables,
+                                 std::int64_t s) -> ffi::ObjectRef {
                                 return guard([&] {
-                                  CoordinatorConfig c;
-                                  c.requests = requests;
-                                  c.hot = hot;
-                                  c.window = window;
-                                  c.tail = tail;
-                                  c.scratch = scratch;
-                                  c.context = context;
-                                  c.top_k = top_k;
-                                  c.page_size = page_size;
-                                  c.device_rows = device_rows;
-                                  c.host_rows = host_rows;
-                                  c.layout = row_layout(paged);
-                                  c.first_layer = first_layer;
-                                  c.anchor_of = numbers(anchor_of);
+                                  CoordinatorConfig c = coordinator_config(sizes, paged, anchor_of);
                                   auto object = ffi::make_object<CoordinatorObject>();
                                   std::vector<KvBuffers> layers(hosts.size());
                                   const auto keep = [&](const char* name, const ffi::Tensor& t) {
                                     object->kept.push_back(t);
                                     return view(name, t);
                                   };
+                                  if (tables.has_value()) c.tables = keep("tables", tables.value());
                                   for (std::size_t i = 0; i < hosts.size(); ++i) {
                                     layers[i].host_cache = keep("host_cache", hosts[i]);
                                     layers[i].device_buffer = keep("device_buffer", devices[i]);
@@ -217,25 +226,26 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_new,
                                     if (i < devices_v.size() && devices_v[i].has_value())
                                       layers[i].device_buffer_v = keep("device_buffer_v", devices_v[i].value());
                                   }
-                                  object->coordinator = std::make_unique<Coordinator>(c, layers);
+                                  object->coordinator = std::make_unique<Coordinator>(c, layers, stream(s));
                                   return ffi::ObjectRef(object);
                                 });
                               });
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_can_admit, [](ffi::ObjectRef h, std::int64_t tokens) {
   return guard([&] { return coordinator(h).can_admit(tokens); });
 });
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_admit, [](ffi::ObjectRef h, std::int64_t r, std::int64_t tokens) {
-  guard([&] { coordinator(h).admit(r, tokens); });
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_admit, [](ffi::ObjectRef h, std::int64_t r, std::int64_t tokens, std::int64_t s) {
+  guard([&] { coordinator(h).admit(r, tokens, stream(s)); });
 });
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_reserve, [](ffi::ObjectRef h, std::int64_t r, std::int64_t count) {
-  guard([&] { coordinator(h).reserve(r, count); });
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_reserve, [](ffi::ObjectRef h, std::int64_t r, std::int64_t count, std::int64_t s) {
+  guard([&] { coordinator(h).reserve(r, count, stream(s)); });
 });
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_stage,
-                              [](ffi::ObjectRef h, std::int64_t layer, std::int64_t r, std::int64_t position, Opt rows, Opt rows_v) {
-                                guard([&] { coordinator(h).stage(layer, r, position, view("rows", rows), view("rows_v", rows_v)); });
-                              });
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_append, [](ffi::ObjectRef h, std::int64_t r, std::int64_t count, bool from_host) {
-  guard([&] { coordinator(h).append(r, count, from_host ? Coordinator::Source::kHost : Coordinator::Source::kStaged); });
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_stage, [](ffi::ObjectRef h, std::int64_t layer, std::int64_t r, std::int64_t position,
+                                                             Opt rows, Opt rows_v, std::int64_t s) {
+  guard([&] { coordinator(h).stage(layer, r, position, view("rows", rows), view("rows_v", rows_v), stream(s)); });
+});
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_append, [](ffi::ObjectRef h, std::int64_t r, std::int64_t count, bool from_host,
+                                                              std::int64_t s) {
+  guard([&] { coordinator(h).append(r, count, from_host ? Coordinator::Source::kHost : Coordinator::Source::kStaged, stream(s)); });
 });
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_host_row, [](ffi::ObjectRef h, std::int64_t r, std::int64_t position) {
   return guard([&] { return coordinator(h).host_row(r, position); });
@@ -246,43 +256,73 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_host_pages, [](ffi::ObjectRef
     return Ids(pages.begin(), pages.end());
   });
 });
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_prepare_verify, [](ffi::ObjectRef h, Ids requests, Ids widths, Opt locs) {
-  guard([&] { coordinator(h).prepare_verify(numbers(requests), numbers(widths), view("locs", locs)); });
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_prepare_verify, [](ffi::ObjectRef h, Ids requests, Ids widths, Opt locs,
+                                                                      std::int64_t s) {
+  guard([&] { coordinator(h).prepare_verify(numbers(requests), numbers(widths), view("locs", locs), stream(s)); });
 });
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_write,
-                              [](ffi::ObjectRef h, std::int64_t layer, std::int64_t r, std::int64_t j, Opt row, Opt row_v) {
-                                guard([&] { coordinator(h).write(layer, r, j, view("row", row), view("row_v", row_v)); });
+                              [](ffi::ObjectRef h, std::int64_t layer, std::int64_t r, std::int64_t j, Opt row, Opt row_v, std::int64_t s) {
+                                guard([&] { coordinator(h).write(layer, r, j, view("row", row), view("row_v", row_v), stream(s)); });
                               });
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_swap,
                               [](ffi::ObjectRef h, std::int64_t layer, std::int64_t round, Opt top_k_tokens, Opt seq_lens, Opt requests,
-                                 Opt num_real_reqs, Opt out, Opt unique_misses, Opt unique_hits, bool skip_io) {
+                                 Opt num_real_reqs, Opt out, Opt unique_misses, Opt unique_hits, bool skip_io, std::int64_t s) {
                                 guard([&] {
                                   SwapInParams p = selection(top_k_tokens, seq_lens, requests);
                                   p.num_real_reqs = view("num_real_reqs", num_real_reqs);
                                   p.top_k_device_locs = view("out", out);
                                   SPECSTATE_SET(p, unique_misses, unique_hits);
                                   p.skip_io = skip_io;
-                                  coordinator(h).swap(layer, p, round);
+                                  coordinator(h).swap(layer, p, round, stream(s));
                                 });
                               });
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_follow, [](ffi::ObjectRef h, std::int64_t layer, std::int64_t round) {
-  guard([&] { coordinator(h).follow(layer, round); });
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_follow, [](ffi::ObjectRef h, std::int64_t layer, std::int64_t round, std::int64_t s) {
+  guard([&] { coordinator(h).follow(layer, round, stream(s)); });
 });
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_follow_all,
+                              [](ffi::ObjectRef h, std::int64_t layer, std::int64_t round, std::int64_t s) {
+                                guard([&] { coordinator(h).follow_all(layer, round, stream(s)); });
+                              });
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_plan_rounds, [](ffi::ObjectRef h, std::int64_t layer, Opt top_k_tokens, Opt seq_lens,
                                                                    Opt requests, Opt round_of) {
   return guard([&] { return coordinator(h).plan_rounds(layer, selection(top_k_tokens, seq_lens, requests), view("round_of", round_of)); });
 });
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_accept, [](ffi::ObjectRef h, Ids requests, Ids accepted) {
-  guard([&] { coordinator(h).accept(numbers(requests), numbers(accepted)); });
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_accept, [](ffi::ObjectRef h, Ids requests, Ids accepted, std::int64_t s) {
+  guard([&] { coordinator(h).accept(numbers(requests), numbers(accepted), stream(s)); });
 });
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_finish,
-                              [](ffi::ObjectRef h, std::int64_t r) { guard([&] { coordinator(h).finish(r); }); });
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_begin_step, [](ffi::ObjectRef h, Ids requests, std::int64_t s) {
+  guard([&] { coordinator(h).begin_step(numbers(requests), stream(s)); });
+});
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_open_step,
+                              [](ffi::ObjectRef h, Opt requests, Opt widths, Opt num_real_reqs, Opt locs, std::int64_t s) {
+                                guard([&] {
+                                  StepBatch b;
+                                  SPECSTATE_SET(b, requests, widths, num_real_reqs);
+                                  coordinator(h).open_step(b, view("locs", locs), stream(s));
+                                });
+                              });
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_close_step,
+                              [](ffi::ObjectRef h, Opt requests, Opt widths, Opt num_real_reqs, Opt accepted, std::int64_t s) {
+                                guard([&] {
+                                  StepBatch b;
+                                  SPECSTATE_SET(b, requests, widths, num_real_reqs);
+                                  coordinator(h).close_step(b, view("accepted", accepted), stream(s));
+                                });
+                              });
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_end_step, [](ffi::ObjectRef h, Ids requests, Ids accepted) {
+  guard([&] { coordinator(h).end_step(numbers(requests), numbers(accepted)); });
+});
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_finish, [](ffi::ObjectRef h, std::int64_t r, std::int64_t s) {
+  guard([&] { coordinator(h).finish(r, stream(s)); });
+});
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_abort,
-                              [](ffi::ObjectRef h, std::int64_t r) { guard([&] { coordinator(h).abort(r); }); });
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_retract,
-                              [](ffi::ObjectRef h, std::int64_t r) { guard([&] { coordinator(h).retract(r); }); });
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_resume,
-                              [](ffi::ObjectRef h, std::int64_t r) { guard([&] { coordinator(h).resume(r); }); });
+                              [](ffi::ObjectRef h, std::int64_t r, std::int64_t s) { guard([&] { coordinator(h).abort(r, stream(s)); }); });
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_retract, [](ffi::ObjectRef h, std::int64_t r, std::int64_t s) {
+  guard([&] { coordinator(h).retract(r, stream(s)); });
+});
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_resume, [](ffi::ObjectRef h, std::int64_t r, std::int64_t s) {
+  guard([&] { coordinator(h).resume(r, stream(s)); });
+});
 /// [state, length] of a request.
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_request, [](ffi::ObjectRef h, std::int64_t r) {
   return guard([&] { return Ids{static_cast<std::int64_t>(coordinator(h).state(r)), coordinator(h).length(r)}; });
@@ -297,15 +337,8 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_totals, [](ffi::ObjectRef h) 
   });
 });
 /// Copies of slot_tokens and slot_locs of a layer's group into dense int32 tensors of the same shape.
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_tables, [](ffi::ObjectRef h, std::int64_t layer, In tokens, In locs) {
-  guard([&] {
-    const SwapState s = coordinator(h).tables(layer);
-    const auto copy = [](const TensorView& from, const TensorView& to) {
-      std::memcpy(to.data, from.data, static_cast<std::size_t>(from.numel()) * 4);
-    };
-    copy(s.slot_tokens, view("tokens", tokens));
-    copy(s.slot_locs, view("locs", locs));
-  });
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_tables, [](ffi::ObjectRef h, std::int64_t layer, In tokens, In locs, std::int64_t s) {
+  guard([&] { coordinator(h).copy_tables(layer, view("tokens", tokens), view("locs", locs), stream(s)); });
 });
 
 }  // namespace specstate::binding

@@ -3,13 +3,15 @@
 The library's own operations (`swap_in`, `swap_in_single`, `replay_plan`, `transfer_paged`) and, under sglang's names and
 signatures (0.5.23), the calls that work inside sglang's own state tensors. Words used below: B batch rows, R request slots,
 S steps, K top-k, H hot slots, P tail slots, L positions a request can have, Nh host rows, Nd device rows. A "token" is a position
-inside its request, a "loc" a row of a pool. Idea and state are those of HiSparse (sglang, LMSYS 2026-04-10). On the CPU backend host and device buffers are both CPU memory.
+inside its request, a "loc" a row of a pool. Idea and state are those of HiSparse (sglang, LMSYS 2026-04-10). On the CPU backend host and
+device buffers are both CPU memory; on a GPU host caches are pinned.
 
 host_cache [Nh, ...] and device_buffer [Nd, ...] hold rows of the same number of bytes, of any dtype; host_cache_v and device_buffer_v
 are a second pair, moved by the same plan. `layout` says how rows lie: "linear", or "dsv4" for pages of 64 rows in 37440 bytes; under
 sglang's names item_size_bytes says how long a row is. A miss plan is miss_src [>=B, >=S*K] int64 host rows, miss_dst (same) int32
 device rows and miss_count [>=B] int32: what was copied, for a layer that shares the selection. num_real_reqs [1] int32: rows from
-there on are padding. skip_io moves no bytes. `out=` is where the result goes;
+there on are padding. skip_io moves no bytes. sm_budget (CUDA): the most SMs that a call may occupy beside other work, 0 for as many as
+help. `out=` is where the result goes;
 `stream=` is a CUDA stream (an int, or an object with `cuda_stream`, `ptr` or `__cuda_stream__`), by default the framework's current
 one; CPU calls ignore it.
 
@@ -20,7 +22,7 @@ Every function raises ValueError naming the argument before anything is written.
 from typing import Any, NamedTuple
 
 from ._arguments import flag, group, integer, integers, kind_of, renamed, size
-from ._arrays import array_in, array_out, empty_like, shape_of
+from ._arrays import array_in, array_out, empty_like, is_cuda, shape_of
 from ._library import function
 from ._stream import stream_handle
 
@@ -129,6 +131,7 @@ def swap_in(
     unique_hits=None,
     layout="linear",
     skip_io=False,
+    sm_budget=0,
     out=None,
     stream=None,
 ):
@@ -164,6 +167,7 @@ def swap_in(
             array_out("unique_misses", unique_misses),
             array_out("unique_hits", unique_hits),
             flag("skip_io", skip_io),
+            integer("sm_budget", sm_budget),
             stream_handle(stream, top_k_tokens),
         )
     except ValueError as error:
@@ -191,6 +195,7 @@ def swap_in_single(
     sparse_block_size=1,
     layout="linear",
     skip_io=False,
+    sm_budget=0,
     out=None,
     stream=None,
 ):
@@ -214,7 +219,7 @@ def _single(
     op, *, top_k_tokens, device_buffer_tokens, host_cache_locs, device_buffer_locs, host_cache, device_buffer, top_k_device_locs,
     req_pool_indices, seq_lens, lru_slots, paged=False, item_size_bytes=_INFER, num_top_k=_INFER, hot_buffer_size=_INFER, host_cache_v=None,
     device_buffer_v=None, num_real_reqs=None, miss_src=None, miss_dst=None, miss_count=None, sparse_block_size=1, block_size=1, skip_io=False,
-    stream=None, **_,
+    sm_budget=0, stream=None, **_,
 ):  # fmt: skip
     """The arguments of a single step, by name; what else the caller has (`page_size`) changes nothing."""
     _hint(op, "block_size", block_size, 1024)
@@ -241,6 +246,7 @@ def _single(
         array_out("miss_count", miss_count),
         integer("sparse_block_size", sparse_block_size),
         flag("skip_io", skip_io),
+        integer("sm_budget", sm_budget),
         op.startswith("load_"),  # sglang's names keep its one row stride of both plan tensors
         op,
         stream_handle(stream, top_k_tokens),
@@ -274,6 +280,7 @@ def replay_plan(
     num_real_reqs=None,
     layout="linear",
     skip_io=False,
+    sm_budget=0,
     stream=None,
 ):
     """Replays a recorded miss plan on one follower layer, or on many (lists of buffers). Copies only."""
@@ -282,7 +289,7 @@ def replay_plan(
 
 def _replay(
     op, *, miss_src, miss_dst, miss_count, num_real_reqs, host_cache, device_buffer, host_cache_v=None, device_buffer_v=None,
-    item_size_bytes=_INFER, paged=False, skip_io=False, stream=None, **_,
+    item_size_bytes=_INFER, paged=False, skip_io=False, sm_budget=0, stream=None, **_,
 ):  # fmt: skip
     hosts, devices = _list("host_cache", host_cache, array_in), _list("device_buffer", device_buffer, array_out)
     hosts_v = [] if host_cache_v is None else _list("host_cache_v", host_cache_v, array_in)
@@ -302,13 +309,14 @@ def _replay(
         integer("item_size_bytes", item_size_bytes),
         paged,
         flag("skip_io", skip_io),
+        integer("sm_budget", sm_budget),
         op.startswith("copy_"),  # sglang's name keeps its one row stride of both plan tensors
         op,
         stream_handle(stream, miss_src),
     )
 
 
-def transfer_paged(src, dst, src_indices, dst_indices, *, stream=None):
+def transfer_paged(src, dst, src_indices, dst_indices, *, sm_budget=0, stream=None):
     """Copies DSv4 rows: for every layer, row src_indices[i] of src[layer] goes to row dst_indices[i] of dst[layer].
 
     src, dst: one buffer of whole 37440-byte pages, or a list, one a layer. A destination named twice, or that is also a source, is
@@ -318,8 +326,9 @@ def transfer_paged(src, dst, src_indices, dst_indices, *, stream=None):
     if len(src) != len(dst):
         raise ValueError(f"transfer_paged: dst: expected {len(src)} layers, got {len(dst)}.")
     function("hisparse_transfer_paged")(
-        src, dst, array_in("src_indices", src_indices), array_in("dst_indices", dst_indices), stream_handle(stream, src_indices)
-    )
+        src, dst, array_in("src_indices", src_indices), array_in("dst_indices", dst_indices), integer("sm_budget", sm_budget),
+        stream_handle(stream, src_indices),
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------ sglang's names
@@ -366,6 +375,7 @@ def load_cache_to_device_buffer_spec_mla(
     miss_dst=None,
     miss_count=None,
     strict_sglang=None,
+    sm_budget=0,
     stream=None,
 ):
     """Resolves all speculative steps and swaps the distinct misses in, inside sglang's state tensors.
@@ -397,6 +407,7 @@ def load_cache_to_device_buffer_spec_mla(
         array_out("miss_dst", miss_dst),
         array_out("miss_count", miss_count),
         limits,
+        integer("sm_budget", sm_budget),
         stream_handle(stream, top_k_tokens),
     )
 
@@ -404,7 +415,7 @@ def load_cache_to_device_buffer_spec_mla(
 def load_cache_to_device_buffer_mla(
     top_k_tokens, device_buffer_tokens, host_cache_locs, device_buffer_locs, host_cache, device_buffer, top_k_device_locs, req_pool_indices,
     seq_lens, lru_slots, item_size_bytes, num_top_k, hot_buffer_size, page_size=1, block_size=256, num_real_reqs=None, miss_src=None,
-    miss_dst=None, miss_count=None, skip_io=False, *, stream=None,
+    miss_dst=None, miss_count=None, skip_io=False, *, sm_budget=0, stream=None,
 ):  # fmt: skip
     """Single-step swap-in with exact LRU over linear buffers.
 
@@ -419,7 +430,7 @@ def load_cache_to_device_buffer_mla(
 def load_cache_to_device_buffer_dsv4_mla(
     top_k_tokens, device_buffer_tokens, host_cache_locs, device_buffer_locs, host_cache, device_buffer, top_k_device_locs, req_pool_indices,
     seq_lens, lru_slots, item_size_bytes, num_top_k, hot_buffer_size, page_size=1, block_size=256, num_real_reqs=None, miss_src=None,
-    miss_dst=None, miss_count=None, skip_io=False, *, stream=None,
+    miss_dst=None, miss_count=None, skip_io=False, *, sm_budget=0, stream=None,
 ):  # fmt: skip
     """`load_cache_to_device_buffer_mla` over buffers of DSv4 pages (64 rows of 576 + 8 bytes in 37440 bytes); positions are compressed ones."""
     _single("load_cache_to_device_buffer_dsv4_mla", **dict(locals(), paged=True))
@@ -428,7 +439,7 @@ def load_cache_to_device_buffer_dsv4_mla(
 def load_blocks_to_device_buffer_mha(
     top_k_blocks, device_buffer_tokens, host_cache_locs, device_buffer_locs, host_cache_k, host_cache_v, device_buffer_k, device_buffer_v,
     top_k_device_locs, req_pool_indices, seq_lens, lru_slots, item_size_bytes, hot_buffer_size, sparse_block_size, page_size=1, block_size=256,
-    num_real_reqs=None, skip_io=False, *, stream=None,
+    num_real_reqs=None, skip_io=False, *, sm_budget=0, stream=None,
 ):  # fmt: skip
     """Single-step swap-in of blocks of sparse_block_size tokens with one K and one V row a token.
 
@@ -462,7 +473,7 @@ def _row_pitch(name, x):
 
 def copy_cache_planned_mla(
     *, miss_src, miss_dst, miss_count, num_real_reqs, host_cache, device_buffer, item_size_bytes, num_blocks=4, block_size=1024,
-    is_dsv4_layout=False, skip_io=False, stream=None,
+    is_dsv4_layout=False, skip_io=False, sm_budget=0, stream=None,
 ):  # fmt: skip
     """Replays rows 0..num_real_reqs-1 (None: all) of a recorded miss plan for a shared-index layer.
 
@@ -475,7 +486,7 @@ def copy_cache_planned_mla(
     _replay(**arguments)
 
 
-def transfer_cache_dsv4_mla(src_ptrs, dst_ptrs, src_indices, dst_indices, block_size=1024, *, stream=None):
+def transfer_cache_dsv4_mla(src_ptrs, dst_ptrs, src_indices, dst_indices, block_size=1024, *, sm_budget=0, stream=None):
     """Copies DSv4 rows between buffers given by address: src_ptrs, dst_ptrs [layers] uint64; src_indices, dst_indices [N] int64.
 
     Addresses cannot be checked beyond being non-zero, indices beyond being >= 0. N = 0 does nothing. block_size (1 to 1024) is a hint.
@@ -486,6 +497,7 @@ def transfer_cache_dsv4_mla(src_ptrs, dst_ptrs, src_indices, dst_indices, block_
         array_in("dst_ptrs", dst_ptrs),
         array_in("src_indices", src_indices),
         array_in("dst_indices", dst_indices),
+        integer("sm_budget", sm_budget),
         stream_handle(stream, src_indices),
     )
 
@@ -504,8 +516,14 @@ class Coordinator:
     global id of the layer whose selection it uses (None: its own).
 
     A step: ``prepare_verify`` -> per layer ``write`` (or write the returned device rows), ``swap`` at an anchor or ``follow`` at a
-    follower -> ``accept``. CPU arrays only. Errors are raised before anything changes: ValueError for misuse, RuntimeError when a pool
-    has no rows left. Not thread-safe.
+    follower -> ``accept``. Errors are raised before anything changes: ValueError for misuse, RuntimeError when a pool has no rows left.
+    Not thread-safe.
+
+    Device buffers on the CPU or all on one GPU, with pinned host caches. On a GPU the tables lie in its memory (allocated here), every
+    call enqueues its work on `stream` (default: the framework's current one) and returns without waiting, and S * K of a swap is at most
+    hot + scratch. A step whose accepted counts only the GPU has: ``begin_step`` on the host; ``open_step``, swaps, followers, attention and
+    ``close_step``, which can be captured in a CUDA graph and replayed with other contents; ``end_step`` whenever the host has read the
+    counts. The calls of one Coordinator are ordered by the caller: on one stream, or by events. sm_budget: as everywhere here.
     """
 
     STATES = ("free", "active", "verifying", "retracted")
@@ -531,6 +549,8 @@ class Coordinator:
         layout="linear",
         first_layer=0,
         anchor_of=None,
+        sm_budget=0,
+        stream=None,
     ):
         hosts, devices = _list("host_cache", host_cache, array_in), _list("device_buffer", device_buffer, array_out)
         if len(hosts) != len(devices):
@@ -544,14 +564,15 @@ class Coordinator:
                 raise TypeError(f"{name}: expected a list with an array or None for each layer, got {kind_of(given)}.")
             second.append([None if x is None else _tensor(array_out(name, x)) for x in given or []])
         sizes = dict(requests=requests, hot=hot, window=window, tail=tail, scratch=scratch, context=context, top_k=top_k, page_size=page_size,
-                     device_rows=device_rows, host_rows=host_rows)  # fmt: skip
+                     device_rows=device_rows, host_rows=host_rows, sm_budget=sm_budget, first_layer=first_layer)  # fmt: skip
         sizes = {name: integer(name, x) for name, x in sizes.items()}
         self._like = device_buffer[0] if isinstance(device_buffer, (list, tuple)) and device_buffer else device_buffer
         self._shape = (sizes["requests"], sizes["hot"] + (sizes["tail"] or 2 * sizes["window"]))
-        self._handle = function("hisparse_coordinator_new")(
-            hosts, devices, *second, *sizes.values(), _paged(layout), integer("first_layer", first_layer),
-            [] if anchor_of is None else integers("anchor_of", anchor_of),
-        )
+        rest = list(sizes.values()), _paged(layout), [] if anchor_of is None else integers("anchor_of", anchor_of)
+        tables = None
+        if is_cuda(self._like):
+            tables = _tensor(empty_like(self._like, (int(function("hisparse_coordinator_table_bytes")(*rest, len(hosts))),), "uint8"))
+        self._handle = function("hisparse_coordinator_new")(hosts, devices, *second, *rest, tables, stream_handle(stream, self._like))
 
     def _call(self, name, *arguments, **numbers):
         """The export `name`: handle, integers by name, then the rest."""
@@ -561,28 +582,31 @@ class Coordinator:
         except ValueError as error:
             raise renamed(error, self._NAMES) from None
 
+    def _stream(self, stream):
+        return stream_handle(stream, self._like)
+
     # admission
     def can_admit(self, tokens):
         """Would `admit` of so many positions (tokens) succeed?"""
         return bool(self._call("can_admit", tokens=tokens))
 
-    def admit(self, request, tokens):
+    def admit(self, request, tokens, *, stream=None):
         """Takes the free request slot with its device rows and host rows for `tokens` positions. Its length is 0."""
-        self._call("admit", request=request, tokens=tokens)
+        self._call("admit", self._stream(stream), request=request, tokens=tokens)
 
-    def reserve(self, request, count):
+    def reserve(self, request, count, *, stream=None):
         """Host rows for `count` more positions."""
-        self._call("reserve", request=request, count=count)
+        self._call("reserve", self._stream(stream), request=request, count=count)
 
-    def stage(self, layer, request, position, rows, rows_v=None):
+    def stage(self, layer, request, position, rows, rows_v=None, *, stream=None):
         """Writes rows [count, ...] of one layer to the host rows of position, position+1, ...; visible after `append`; rows_v for a second pair."""
-        self._call("stage", array_in("rows", rows), array_in("rows_v", rows_v), layer=layer, request=request, position=position)
+        self._call("stage", array_in("rows", rows), array_in("rows_v", rows_v), self._stream(stream), layer=layer, request=request, position=position)
 
-    def append(self, request, count, *, source="staged"):
+    def append(self, request, count, *, source="staged", stream=None):
         """Commits `count` positions that every layer has staged (source="staged") or that others wrote to the host rows (source="host")."""
         if source not in ("staged", "host"):
             raise ValueError(f"Coordinator: source: expected 'staged' or 'host', got {source!r}.")
-        self._call("append", source == "host", request=request, count=count)
+        self._call("append", source == "host", self._stream(stream), request=request, count=count)
 
     def host_row(self, request, position):
         """Host row of a committed or reserved position."""
@@ -593,21 +617,22 @@ class Coordinator:
         return [int(p) for p in self._call("host_pages", request=request)]
 
     # a step
-    def prepare_verify(self, requests, widths, *, out=None):
+    def prepare_verify(self, requests, widths, *, out=None, stream=None):
         """Opens a window of widths[i] positions at the end of each request. Returns their device rows [B, max width] int32, -1 beyond a width."""
         requests, widths = integers("requests", requests), integers("widths", widths)
         if out is None:
             out = empty_like(self._like, (len(requests), max(widths, default=0)), "int32")
-        self._call("prepare_verify", requests, widths, array_out("out", out))
+        self._call("prepare_verify", requests, widths, array_out("out", out), self._stream(stream))
         return out
 
-    def write(self, layer, request, j, row, row_v=None):
+    def write(self, layer, request, j, row, row_v=None, *, stream=None):
         """Copies a row (and row_v of a second pair) into window position j of one layer."""
-        self._call("write", array_in("row", row), array_in("row_v", row_v), layer=layer, request=request, j=j)
+        self._call("write", array_in("row", row), array_in("row_v", row_v), self._stream(stream), layer=layer, request=request, j=j)
 
     def swap(
-        self, layer, top_k_tokens, seq_lens, requests, *, num_real_reqs=None, unique_misses=None, unique_hits=None, skip_io=False, round=0, out=None
-    ):
+        self, layer, top_k_tokens, seq_lens, requests, *, num_real_reqs=None, unique_misses=None, unique_hits=None, skip_io=False, round=0,
+        out=None, stream=None,
+    ):  # fmt: skip
         """Swap of an anchor layer: top_k_tokens [B, S, K] or [B, K] int32, seq_lens [B, S] or [B], requests [B] -> device rows (as
         `swap_in`); round: which of `plan_rounds`."""
         if out is None:
@@ -615,14 +640,18 @@ class Coordinator:
         self._call(
             "swap", array_in("top_k_tokens", top_k_tokens), array_in("seq_lens", seq_lens), array_in("requests", requests),
             array_in("num_real_reqs", num_real_reqs), array_out("out", out), array_out("unique_misses", unique_misses),
-            array_out("unique_hits", unique_hits), flag("skip_io", skip_io), layer=layer, round=round,
+            array_out("unique_hits", unique_hits), flag("skip_io", skip_io), self._stream(stream), layer=layer, round=round,
         )
         return out
 
-    def follow(self, layer, *, round=0):
+    def follow(self, layer, *, round=0, stream=None):
         """The copies of its anchor's swap (of that round, in order, once each) for a follower layer; the anchor's device rows are then valid
         in it too. They stay owed whatever becomes of other requests; what is still owed at the anchor's next swap is copied then."""
-        self._call("follow", layer=layer, round=round)
+        self._call("follow", self._stream(stream), layer=layer, round=round)
+
+    def follow_all(self, anchor, *, round=0, stream=None):
+        """`follow` of that round for all followers of an anchor layer, in one launch."""
+        self._call("follow_all", self._stream(stream), anchor=anchor, round=round)
 
     def plan_rounds(self, layer, top_k_tokens, seq_lens, requests, *, out=None):
         """Cuts the steps into rounds whose positions fit a request's rows at once: (number of rounds, round of each step [B, S] int32).
@@ -636,26 +665,45 @@ class Coordinator:
         )
         return int(rounds), out
 
-    def accept(self, requests, accepted):
+    def accept(self, requests, accepted, *, stream=None):
         """Ends the windows: the first accepted[i] rows are backed up to the host and committed, the others forgotten (0: all rejected)."""
-        self._call("accept", integers("requests", requests), integers("accepted", accepted))
+        self._call("accept", integers("requests", requests), integers("accepted", accepted), self._stream(stream))
+
+    # a step whose counts are where the tables are
+    def begin_step(self, requests, *, stream=None):
+        """Host rows and hot slots for `window` positions beyond every one that each request may have when all its steps are done. Several
+        steps of a request may be under way."""
+        self._call("begin_step", integers("requests", requests), self._stream(stream))
+
+    def open_step(self, requests, widths, *, num_real_reqs=None, out=None, stream=None):
+        """Opens windows of widths [B] at the lengths of requests [B] (int32 or int64 arrays). out [B, >= 1] int32: their device rows."""
+        self._call("open_step", array_in("requests", requests), array_in("widths", widths), array_in("num_real_reqs", num_real_reqs), array_out("out", out), self._stream(stream))
+        return out
+
+    def close_step(self, requests, widths, accepted, *, num_real_reqs=None, stream=None):
+        """Ends the windows of widths [B]: the first accepted [B] (int32 or int64, 0 to width) rows are backed up and committed, the others forgotten."""
+        self._call("close_step", array_in("requests", requests), array_in("widths", widths), array_in("num_real_reqs", num_real_reqs), array_in("accepted", accepted), self._stream(stream))
+
+    def end_step(self, requests, accepted):
+        """Tells the host what the earliest step of each request that has not ended accepted. Enqueues nothing."""
+        self._call("end_step", integers("requests", requests), integers("accepted", accepted))
 
     # end
-    def finish(self, request):
+    def finish(self, request, *, stream=None):
         """Frees everything of a request."""
-        self._call("finish", request=request)
+        self._call("finish", self._stream(stream), request=request)
 
-    def abort(self, request):
+    def abort(self, request, *, stream=None):
         """Frees everything of a request in any state, any number of times."""
-        self._call("abort", request=request)
+        self._call("abort", self._stream(stream), request=request)
 
-    def retract(self, request):
+    def retract(self, request, *, stream=None):
         """Gives the device rows back and keeps the host rows; an open window is lost."""
-        self._call("retract", request=request)
+        self._call("retract", self._stream(stream), request=request)
 
-    def resume(self, request):
+    def resume(self, request, *, stream=None):
         """Device rows again for a retracted request."""
-        self._call("resume", request=request)
+        self._call("resume", self._stream(stream), request=request)
 
     # looking
     def state(self, request):
@@ -680,12 +728,13 @@ class Coordinator:
         return int(self._call("totals")[2])
 
     def stats(self):
-        """Totals since construction: swaps, unique_hits, unique_misses, unserved, bytes_to_device, bytes_to_host."""
+        """Totals since construction: swaps, unique_hits, unique_misses, unserved, bytes_to_device, bytes_to_host. On a GPU only swaps (padded
+        rows too) and bytes_to_host: the rest is in the arrays that swaps are given."""
         names = ("swaps", "unique_hits", "unique_misses", "unserved", "bytes_to_device", "bytes_to_host")
         return dict(zip(names, (int(n) for n in list(self._call("totals"))[3:])))
 
-    def tables(self, layer):
+    def tables(self, layer, *, stream=None):
         """Copies of (slot_tokens, slot_locs) [R, H+P] of the layer's group: which position each slot holds, and its device row."""
         out = (empty_like(self._like, self._shape, "int32"), empty_like(self._like, self._shape, "int32"))
-        self._call("tables", *out, layer=layer)
+        self._call("tables", *out, self._stream(stream), layer=layer)
         return out

@@ -273,6 +273,47 @@ struct Machine : Fixture {
       for (auto& layer : q.content) layer.resize(at(q.length));
     }
   }
+  /// A step whose counts are in arrays, as an engine has them that never reads them on the host; the host is told at the end.
+  void step_by_arrays() {
+    std::vector<i64> ids;
+    for (i64 r = 0; r < config.requests; ++r)
+      if (model[at(r)].state == RequestState::kActive && rng() % 3 != 0) ids.push_back(r);
+    std::shuffle(ids.begin(), ids.end(), rng);
+    if (!attempt([&] { c->begin_step(ids); })) return;
+    const auto B = static_cast<i64>(ids.size());
+    std::vector<i64> batch(ids), counts;
+    std::vector<i32> widths, accepted, locs(at((B + 1) * (config.window + 1)), 99), real{static_cast<i32>(B)};
+    for (const i64 r : ids) {
+      Model& q = model[at(r)];
+      q.state = RequestState::kVerifying;
+      q.width = pick(0, std::min(config.window, config.context - q.length));
+      widths.push_back(static_cast<i32>(q.width)), counts.push_back(pick(0, q.width));
+      accepted.push_back(static_cast<i32>(counts.back()));
+    }
+    batch.push_back(-9), widths.push_back(-9), accepted.push_back(-9);  // padding
+    const StepBatch step{TensorView(batch.data(), DType::kInt64, {B + 1}), TensorView(widths.data(), DType::kInt32, {B + 1}),
+                         TensorView(real.data(), DType::kInt32, {1})};
+    c->open_step(step, TensorView(locs.data(), DType::kInt32, {B + 1, config.window + 1}));
+    for (i64 b = 0; b <= B; ++b)
+      for (i64 j = 0; j <= config.window; ++j) EXPECT_EQ(b < B && j < widths[at(b)], locs[at(b * (config.window + 1) + j)] >= 0);
+    for (i64 b = 0; b < B; ++b)
+      for (i64 l = 0; l < kLayers; ++l)
+        for (i64 j = 0; j < widths[at(b)]; ++j) {
+          auto& content = model[at(ids[at(b)])].content[at(l)];
+          content.push_back(row(l));
+          c->write(l + kFirstLayer, ids[at(b)], j, content.back().data(), two(l) ? content.back().data() + item[at(l)] : nullptr);
+        }
+    if (B > 0) EXPECT_NE("no error", error_of([&] { c->retract(ids[0]); }));
+    swap_all();
+    c->close_step(step, TensorView(accepted.data(), DType::kInt32, {B + 1}));
+    c->end_step(ids, counts);
+    for (std::size_t b = 0; b < ids.size(); ++b) {
+      Model& q = model[at(ids[b])];
+      EXPECT_EQ(q.length + counts[b], c->lengths().as<i32>()[ids[b]]);
+      q.length += counts[b], q.width = 0, q.state = RequestState::kActive;
+      for (auto& layer : q.content) layer.resize(at(q.length));
+    }
+  }
   void end(i64 r, bool finish) {
     finish ? c->finish(r) : c->abort(r);
     model[at(r)] = Model{};
@@ -373,7 +414,7 @@ struct Machine : Fixture {
 
   void step(int op, i64 r) {
     const RequestState s = model[at(r)].state;
-    switch (op % 16) {
+    switch (op % 19) {
       case 0:
       case 1:
         if (s == RequestState::kFree) admit(r);
@@ -402,6 +443,9 @@ struct Machine : Fixture {
         else if (s == RequestState::kRetracted)
           resume(r);
         break;
+      case 16:
+      case 17:
+      case 18: step_by_arrays(); break;
       default: misuse(r); break;
     }
     check();

@@ -322,7 +322,8 @@ void native_world(unsigned seed, bool large, int shapes, int replays) {
 
 TEST(HisparseGpu, NativeSwapEqualsTheCpu) {
   SPECSTATE_NEEDS_GPU();
-  for (unsigned seed = 1; seed <= (small() ? 2u : 150u) && !HasFailure(); ++seed) native_world(seed, false, 5, 4);
+  for (unsigned seed = 1; seed <= (small() ? 2u : 150u) && !HasFailure(); ++seed)
+    native_world(seed, false, small() ? 3 : 5, small() ? 1 : 4);
   for (unsigned seed = 1; seed <= (small() ? 0u : 12u) && !HasFailure(); ++seed) native_world(1000 + seed, true, 2, 3);
 }
 
@@ -389,7 +390,8 @@ void sglang_world(unsigned seed, bool large, int shapes, int replays) {
 
 TEST(HisparseGpu, SglangsStateEqualsTheCpu) {
   SPECSTATE_NEEDS_GPU();
-  for (unsigned seed = 1; seed <= (small() ? 3u : 120u) && !HasFailure(); ++seed) sglang_world(seed, false, 4, 4);
+  for (unsigned seed = 1; seed <= (small() ? 3u : 120u) && !HasFailure(); ++seed)
+    sglang_world(seed, false, small() ? 2 : 4, small() ? 1 : 4);
   for (unsigned seed = 1; seed <= (small() ? 0u : 8u) && !HasFailure(); ++seed) sglang_world(1000 + seed, true, 2, 2);
 }
 
@@ -448,7 +450,8 @@ void single_world(unsigned seed, bool large, int shapes, int replays) {
 
 TEST(HisparseGpu, SingleStepAndReplayEqualTheCpu) {
   SPECSTATE_NEEDS_GPU();
-  for (unsigned seed = 1; seed <= (small() ? 3u : 150u) && !HasFailure(); ++seed) single_world(seed, false, 4, 4);
+  for (unsigned seed = 1; seed <= (small() ? 3u : 150u) && !HasFailure(); ++seed)
+    single_world(seed, false, small() ? 2 : 4, small() ? 1 : 4);
   for (unsigned seed = 1; seed <= (small() ? 0u : 8u) && !HasFailure(); ++seed) single_world(1000 + seed, true, 2, 2);
 }
 
@@ -890,6 +893,21 @@ TEST(HisparseGpu, LargePools) {
   for (int i = 0; i < 2; ++i) {
     SPECSTATE_GPU(cudaMemcpy(row.data(), static_cast<u8*>(device) + dst[at(i)] * kItem, kItem, cudaMemcpyDeviceToHost));
     EXPECT_EQ(std::memcmp(row.data(), static_cast<u8*>(host) + src[i == 0 ? 3 : 1] * kItem, kItem), 0) << i;
+  }
+  // Rows by index to the host and back.
+  Pair<i64> from({2}, {dst[2], dst[3]}), to({2}, {kRows - 2, 7}), back({2}, {11, kRows - 3});
+  for (const bool up : {true, false}) {
+    CopyRowsParams c;
+    c.src = up ? &b.device_buffer : &b.host_cache, c.dst = up ? &b.host_cache : &b.device_buffer, c.num_layers = 1;
+    c.src_rows = (up ? from : to).view(Where::kDevice), c.dst_rows = (up ? to : back).view(Where::kDevice);
+    copy_rows(c);
+  }
+  SPECSTATE_GPU(cudaDeviceSynchronize());
+  for (int i = 0; i < 2; ++i) {
+    const u8* const want = static_cast<u8*>(host) + src[at(2 + i)] * kItem;
+    SPECSTATE_GPU(cudaMemcpy(row.data(), static_cast<u8*>(device) + back.values()[i] * kItem, kItem, cudaMemcpyDeviceToHost));
+    EXPECT_EQ(std::memcmp(row.data(), want, kItem), 0) << i;
+    EXPECT_EQ(std::memcmp(static_cast<u8*>(host) + to.values()[i] * kItem, want, kItem), 0) << i;
   }
   cudaFree(device);
   cudaFreeHost(host);

@@ -104,7 +104,7 @@ def test_install():
 
 
 COORDINATOR = dict(host_cache=[np.zeros((64, 8), np.uint8)], device_buffer=[np.zeros((64, 8), np.uint8)], requests=2, hot=8, window=2, context=20)
-INTEGERS = {"tokens", "request", "count", "position", "layer", "j", "round"}
+INTEGERS = {"tokens", "request", "count", "position", "layer", "anchor", "j", "round"}
 
 
 def test_coordinator():
@@ -118,8 +118,10 @@ def test_coordinator():
         if name.startswith("_"):
             continue
         filled = {p.name: 0 if p.name in INTEGERS else good.get(p.name) for p in parameters(f)}
-        if name in ("swap", "plan_rounds"):
+        if name in ("swap", "plan_rounds", "open_step", "close_step"):
             filled["requests"] = ids[0]
+        if name in ("open_step", "close_step"):
+            filled |= {key: ids[0] for key in ("widths", "accepted") if key in filled}
         for p in parameters(f):
             for wrong in WRONG:
                 refuses(lambda: f(**{**filled, p.name: wrong}), p.name)

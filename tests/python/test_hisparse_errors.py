@@ -183,7 +183,7 @@ def strict_arguments(**kwargs):
 
 
 def test_strict_enforces_the_limits_of_sglangs_kernel():
-    assert list(inspect.signature(SPEC).parameters)[-2:] == ["strict_sglang", "stream"]
+    assert list(inspect.signature(SPEC).parameters)[-3:] == ["strict_sglang", "sm_budget", "stream"]
     ok = strict_arguments(steps=2, top_k=1024, hot=2048, requests=1, scratch=8)
     SPEC(**ok)
     refused(SPEC, strict_arguments(top_k=1023, hot=2048, requests=1), "HiSparse speculative swap requires top_k >= 1024.")

@@ -7,7 +7,7 @@
 
 #include "cuda/launch.hpp"
 #include "hisparse/cuda/rows.cuh"
-#include "hisparse/steps.hpp"
+#include "hisparse/life.hpp"
 
 namespace specstate::hisparse::cuda {
 namespace {
@@ -184,6 +184,170 @@ __global__ void __launch_bounds__(kThreads) window_kernel(const __grid_constant_
   if (accepts && groups.last && threadIdx.x == 0) x.lengths(row.r) = static_cast<std::int32_t>(row.length + row.taken);
 }
 
+// ----------------------------------------------------------------------------------- the life of a request (life.hpp)
+
+constexpr int kMostValues = 960;  // of one launch: they travel as its argument, so nobody waits for a copy of them
+struct Values {
+  std::int32_t at[kMostValues];
+  std::int32_t* to;
+  int count;
+};
+__global__ void put_kernel(const __grid_constant__ Values x) {
+  ptx::wait_for_previous();
+  for (int i = threadIdx.x; i < x.count; i += blockDim.x) x.to[i] = x.at[i];
+}
+
+/// Hot slots [first, last) of request r are empty. Block (x): a group.
+__global__ void empty_slots_kernel(const __grid_constant__ Groups groups, i64 r, i64 first, i64 last) {
+  ptx::wait_for_previous();
+  const WindowTables& g = groups.at[blockIdx.x];
+  for (i64 c = first + threadIdx.x; c < last; c += blockDim.x) {
+    g.slot_tokens(r, c) = -1;
+    g.stamps(r, c) = 0;
+  }
+}
+
+struct DropArgs {
+  WindowArgs window;
+  Strided2<std::int32_t> pages, scratch;
+  i64 scratch_rows, page_entries, first, requests;
+  bool whole;
+};
+/// Block (x, y, z): columns x, requests y, and z either a group or, the last of the first launch, the tables of all.
+__global__ void __launch_bounds__(kThreads) drop_kernel(const __grid_constant__ DropArgs x, const __grid_constant__ Groups groups) {
+  ptx::wait_for_previous();
+  const WindowArgs& a = x.window;
+  const i64 first = blockIdx.x * static_cast<i64>(kThreads) + threadIdx.x, step = gridDim.x * static_cast<i64>(kThreads);
+  for (i64 r = x.first + blockIdx.y; r < x.first + x.requests; r += gridDim.y) {
+    if (blockIdx.z < groups.count) {
+      const WindowTables& g = groups.at[blockIdx.z];
+      for (i64 c = first; c < a.hot + a.tail; c += step) g.slot_tokens(r, c) = -1;
+      for (i64 c = first; c < a.hot; c += step) g.stamps(r, c) = 0;
+      for (i64 t = first; t < a.context; t += step) g.hints.store(r, t, -1);
+      if (first == 0) g.clock(r) = 0;
+      continue;
+    }
+    for (i64 c = first; c < a.hot + a.tail; c += step) groups.at[0].slot_locs(r, c) = -1;
+    for (i64 c = first; c < x.scratch_rows; c += step) x.scratch(r, c) = -1;
+    if (!x.whole) continue;
+    for (i64 t = first; t < a.context; t += step) a.host_locs.store(r, t, -1);
+    for (i64 c = first; c < x.page_entries; c += step) x.pages(r, c) = -1;
+    if (first == 0) a.lengths(r) = 0;
+  }
+}
+
+struct StageArgs {
+  WindowArgs window;
+  WindowTables tables;
+  BackupLayer layer;
+  GivenRows rows;
+  i64 r, first, count;
+  bool to_window, paged;
+};
+/// A warp a row.
+__global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__ StageArgs x) {
+  ptx::wait_for_previous();
+  const WindowArgs& a = x.window;
+  for (i64 k = blockIdx.x * kWarps + threadIdx.x / 32; k < x.count; k += gridDim.x * kWarps) {
+    const i64 row = x.to_window ? x.tables.slot_locs(x.r, tail_column(a, a.lengths(x.r) + x.first + k)) : a.reserved_row(x.r, x.first + k);
+    if (row < 0 || row >= (x.to_window ? a.device_rows : a.host_rows)) continue;
+    for (int i = 0; i < x.layer.pairs; ++i) {
+      const PairGeometry& pool = x.layer.pair[i];
+      const std::byte *const from = x.rows.from[i] + k * x.rows.pitch[i], *const base = x.to_window ? pool.device : pool.host;
+      copy_twice(x.layer.vec, from, value_at(base, x.to_window ? pool.device_pitch : pool.host_pitch, x.paged, row), nullptr, x.layer.item);
+      if (x.paged) copy_twice<std::uint8_t>(from + layout::kValueBytes, scale_at(base, row), nullptr, layout::kScaleBytes);
+    }
+  }
+}
+
+/// Positions [first, last) below the hot slots; a lane finds a (position, layer, pair), the warp moves them.
+__global__ void __launch_bounds__(kThreads)
+    load_kernel(const __grid_constant__ WindowArgs x, const __grid_constant__ BackupLayers layers, i64 r, i64 first, i64 last) {
+  ptx::wait_for_previous();
+  for (i64 l = blockIdx.y; l < layers.count; l += gridDim.y) {
+    const BackupLayer& layer = layers.at[l];
+    const WindowTables& g = layers.groups[layer.group];
+    for (i64 p = first + 32 * (blockIdx.x * kWarps + threadIdx.x / 32); p < last; p += 32 * gridDim.x * kWarps) {
+      const i64 mine = p + lane_id(), host = mine < last ? x.host_locs(r, mine) : -1;
+      const i64 slot = mine < last && host >= 0 && host < x.host_rows && moves(x, g, r, mine) ? g.slot_locs(r, mine) : -1;
+      for (int i = 0; i < layer.pairs; ++i) {
+        const PairGeometry& pool = layer.pair[i];
+        const std::byte* const from = slot < 0 ? nullptr : value_at(pool.host, pool.host_pitch, layers.paged, host);
+        std::byte* const to = slot < 0 ? nullptr : value_at(pool.device, pool.device_pitch, layers.paged, slot);
+        if (slot >= 0 && layers.paged) copy_scale(layer.vec, scale_at(pool.host, host), scale_at(pool.device, slot));
+        move_any(layer.vec, from, to, static_cast<u32>(min(i64{32}, last - p)), static_cast<u32>(layer.item));
+      }
+    }
+  }
+}
+__global__ void __launch_bounds__(kThreads)
+    loaded_kernel(const __grid_constant__ WindowArgs x, const __grid_constant__ Groups groups, i64 r, i64 first, i64 last) {
+  ptx::wait_for_previous();
+  const WindowTables& g = groups.at[blockIdx.y];
+  for (i64 p = first + blockIdx.x * static_cast<i64>(kThreads) + threadIdx.x; p < last; p += gridDim.x * static_cast<i64>(kThreads)) {
+    const i64 host = x.host_locs(r, p);
+    if (host < 0 || host >= x.host_rows || !moves(x, g, r, p)) continue;
+    g.slot_tokens(r, p) = static_cast<std::int32_t>(p);
+    g.stamps(r, p) = layout::hit_stamp(g.clock(r));
+    g.hints.store(r, p, p);
+  }
+}
+
+/// Block (x, y): positions x; y a group or, the last of the first launch, host rows and the length.
+__global__ void __launch_bounds__(kThreads)
+    commit_kernel(const __grid_constant__ WindowArgs x, const __grid_constant__ Groups groups, i64 r, i64 first, i64 last) {
+  ptx::wait_for_previous();
+  const bool all = blockIdx.y == groups.count;
+  for (i64 p = first + blockIdx.x * static_cast<i64>(kThreads) + threadIdx.x; p < last; p += gridDim.x * static_cast<i64>(kThreads))
+    if (all)
+      x.host_locs.store(r, p, x.reserved_row(r, p));
+    else if (p >= last - x.tail)  // the tail is a ring over positions: what these push out of it must not stay findable
+      groups.at[blockIdx.y].slot_tokens(r, tail_column(x, p)) = -1;
+  if (all && blockIdx.x == 0 && threadIdx.x == 0) x.lengths(r) = static_cast<std::int32_t>(last);
+}
+
+/// The launches of `each`(groups of one launch).
+template <class Each>
+void by_groups(const std::vector<WindowTables>& groups, Each&& each) {
+  for (std::size_t first = 0; first < groups.size(); first += kMostGroups) {
+    Groups some{};
+    some.count = static_cast<i64>(std::min<std::size_t>(kMostGroups, groups.size() - first));
+    std::copy_n(groups.begin() + static_cast<std::ptrdiff_t>(first), some.count, some.at);
+    some.first = first == 0;
+    some.last = first + kMostGroups >= groups.size();
+    each(some);
+  }
+}
+BackupLayer layer_of(const WindowLayer& from, int group) {
+  const CopyGeometry g = geometry(from.copy);
+  return {{g.pair[0], g.pair[1]}, g.item, g.pairs, g.vec, group};
+}
+template <class Each>
+void by_layers(const std::vector<WindowTables>& groups, const std::vector<WindowLayer>& all, Each&& each) {
+  for (std::size_t first = 0; first < all.size(); first += kMostLayers) {
+    BackupLayers layers{};
+    layers.count = static_cast<i64>(std::min<std::size_t>(kMostLayers, all.size() - first));
+    i64 group = -1;
+    int groups_here = 0;
+    for (i64 l = 0; l < layers.count; ++l) {
+      const WindowLayer& from = all[first + static_cast<std::size_t>(l)];
+      if (from.group != group) layers.groups[groups_here++] = groups[static_cast<std::size_t>(group = from.group)];
+      layers.at[l] = layer_of(from, groups_here - 1);
+      layers.paged = from.copy.paged;
+    }
+    each(layers);
+  }
+}
+specstate::cuda::Launch after_previous(dim3 grid, int threads = kThreads) {
+  specstate::cuda::Launch shape;
+  shape.grid = grid;
+  shape.block = static_cast<unsigned>(threads);
+  shape.overlap = true;
+  return shape;
+}
+/// Blocks along x for n entries, some of which a thread takes one after another.
+unsigned entry_blocks(i64 n) { return static_cast<unsigned>(std::clamp<i64>((n + 4 * kThreads - 1) / (4 * kThreads), 1, 64)); }
+
 }  // namespace
 
 void run(const CopyRowsArgs& x, const std::vector<CopyRowsLayer>& all, Stream stream) {
@@ -211,34 +375,87 @@ void run(const CopyRowsArgs& x, const std::vector<CopyRowsLayer>& all, Stream st
 
 void run(const WindowArgs& x, const std::vector<WindowTables>& groups, const std::vector<WindowLayer>& all, Stream stream) {
   if (x.batch == 0) return;
-  specstate::cuda::Launch shape;
-  shape.block = kThreads;
-  shape.overlap = true;
-  for (std::size_t first = 0; first < all.size(); first += kMostLayers) {
-    BackupLayers layers{};
-    layers.count = static_cast<i64>(std::min<std::size_t>(kMostLayers, all.size() - first));
-    i64 group = -1;
-    int groups_here = 0;
-    for (i64 l = 0; l < layers.count; ++l) {  // layers come group by group
-      const WindowLayer& from = all[first + static_cast<std::size_t>(l)];
-      if (from.group != group) layers.groups[groups_here++] = groups[static_cast<std::size_t>(group = from.group)];
-      const CopyGeometry g = geometry(from.copy);
-      layers.at[l] = {{g.pair[0], g.pair[1]}, g.item, g.pairs, g.vec, groups_here - 1};
-      layers.paged = g.paged;
-    }
-    const i64 rows = layers.count * std::min<i64>(x.tail, 8);  // of a window as it mostly is; a warp takes more if there are more
-    shape.grid = dim3(specstate::cuda::blocks_for(x.batch, 1), static_cast<unsigned>(std::clamp<i64>(rows / (2 * kWarps), 1, 16)));
-    specstate::cuda::launch(&backup_kernel, shape, stream, x, layers);
+  const unsigned batch = specstate::cuda::blocks_for(x.batch, 1);
+  if (x.accepted.data)
+    by_layers(groups, all, [&](const BackupLayers& layers) {
+      const i64 rows = layers.count * std::min<i64>(x.tail, 8);  // of a window as it mostly is; a warp takes more if there are more
+      const dim3 grid(batch, static_cast<unsigned>(std::clamp<i64>(rows / (2 * kWarps), 1, 16)));
+      specstate::cuda::launch(&backup_kernel, after_previous(grid), stream, x, layers);
+    });
+  by_groups(groups, [&](const Groups& some) { specstate::cuda::launch(&window_kernel, after_previous(batch), stream, x, some); });
+}
+
+void put(std::int32_t* to, std::span<const std::int32_t> values, Stream stream) {
+  for (std::size_t first = 0; first < values.size(); first += kMostValues) {
+    Values x;
+    x.to = to + first;
+    x.count = static_cast<int>(std::min<std::size_t>(kMostValues, values.size() - first));
+    std::copy_n(values.begin() + static_cast<std::ptrdiff_t>(first), x.count, x.at);
+    specstate::cuda::launch(&put_kernel, after_previous(1), stream, x);
   }
-  shape.grid = specstate::cuda::blocks_for(x.batch, 1);
-  for (std::size_t first = 0; first < groups.size(); first += kMostGroups) {
-    Groups some{};
-    some.count = static_cast<i64>(std::min<std::size_t>(kMostGroups, groups.size() - first));
-    std::copy_n(groups.begin() + static_cast<std::ptrdiff_t>(first), some.count, some.at);
-    some.first = first == 0;
-    some.last = first + kMostGroups >= groups.size();
-    specstate::cuda::launch(&window_kernel, shape, stream, x, some);
-  }
+}
+
+void give_rows(const Life& life, std::int64_t r, std::int64_t column, std::span<const std::int32_t> rows, Stream stream) {
+  if (rows.empty()) return;
+  put(&life.groups[0].slot_locs.data[r * life.groups[0].slot_locs.s0 + column], rows, stream);
+  const i64 last = std::min(column + static_cast<i64>(rows.size()), life.window.hot);
+  if (column < last)
+    by_groups(life.groups, [&](const Groups& some) {
+      specstate::cuda::launch(&empty_slots_kernel, after_previous(static_cast<unsigned>(some.count)), stream, some, r, column, last);
+    });
+}
+
+void drop(const Life& life, std::int64_t r, std::int64_t n, bool whole, Stream stream) {
+  const DropArgs x{life.window, life.pages, life.scratch, life.scratch_rows, life.page_entries, r, n, whole};
+  by_groups(life.groups, [&](const Groups& some) {
+    const dim3 grid(entry_blocks(life.window.context), static_cast<unsigned>(std::clamp<i64>(n, 1, 1024)),
+                    static_cast<unsigned>(some.count + some.first));
+    specstate::cuda::launch(&drop_kernel, after_previous(grid), stream, x, some);
+  });
+}
+
+namespace {
+void stage(const Life& life, i64 layer, i64 r, i64 first, i64 n, const GivenRows& rows, bool to_window, Stream stream) {
+  if (n == 0) return;
+  const WindowLayer& from = life.layers[static_cast<std::size_t>(layer)];
+  StageArgs x{life.window, life.groups[0], layer_of(from, 0), rows, r, first, n, to_window, from.copy.paged};
+  u64 together = x.layer.item;
+  for (int i = 0; i < x.layer.pairs; ++i) together |= reinterpret_cast<u64>(rows.from[i]) | (n > 1 ? static_cast<u64>(rows.pitch[i]) : 0);
+  while (together % static_cast<u64>(x.layer.vec) != 0) x.layer.vec /= 2;
+  specstate::cuda::launch(&stage_kernel, after_previous(copy_blocks(n, kWarps, 64, 0)), stream, x);
+}
+}  // namespace
+
+void stage(const Life& life, std::int64_t layer, std::int64_t r, std::int64_t first, std::int64_t n, const GivenRows& rows, Stream stream) {
+  stage(life, layer, r, first, n, rows, false, stream);
+}
+void write(const Life& life, std::int64_t layer, std::int64_t r, std::int64_t j, const GivenRows& row, Stream stream) {
+  stage(life, layer, r, j, 1, row, true, stream);
+}
+
+void load(const Life& life, std::int64_t r, std::int64_t first, std::int64_t last, Stream stream) {
+  last = std::min(last, life.window.hot);
+  if (first >= last) return;
+  by_layers(life.groups, life.layers, [&](const BackupLayers& layers) {
+    const dim3 grid(copy_blocks(last - first, 32 * kWarps, 16, 0), static_cast<unsigned>(layers.count));
+    specstate::cuda::launch(&load_kernel, after_previous(grid), stream, life.window, layers, r, first, last);
+  });
+  by_groups(life.groups, [&](const Groups& some) {
+    const dim3 grid(entry_blocks(last - first), static_cast<unsigned>(some.count));
+    specstate::cuda::launch(&loaded_kernel, after_previous(grid), stream, life.window, some, r, first, last);
+  });
+}
+
+void commit(const Life& life, std::int64_t r, std::int64_t first, std::int64_t last, Stream stream) {
+  by_groups(life.groups, [&](const Groups& some) {
+    const dim3 grid(entry_blocks(last - first), static_cast<unsigned>(some.count + some.first));
+    specstate::cuda::launch(&commit_kernel, after_previous(grid), stream, life.window, some, r, first, last);
+  });
+}
+
+void copy_table(void* to, const void* from, std::int64_t bytes, Stream stream) {
+  SPECSTATE_CUDA_CHECK(
+      cudaMemcpyAsync(to, from, static_cast<std::size_t>(bytes), cudaMemcpyDeviceToDevice, specstate::cuda::native(stream)));
 }
 
 }  // namespace specstate::hisparse::cuda
