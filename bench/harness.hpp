@@ -16,6 +16,7 @@ struct Result {
   double floor_us = 0;                  // 0: no floor is known
   std::string floor;                    // what the floor is
   std::map<std::string, double> peers;  // name -> microseconds
+  std::map<std::string, double> more;   // other numbers that go beside them, by their JSON name
 };
 
 /// What this machine does at most, measured in the same run with the threads of the CPU backend.

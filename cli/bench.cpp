@@ -144,6 +144,7 @@ int run_bench(const BenchOptions& options) {
                                    {"source_digest", digest.is_object() ? digest.value(name, "unknown") : "unknown"},
                                    {"date", today()},
                                    {"command", command_of(options, name)}});
+      for (const auto& [what, value] : result.more) report["results"].back()[what] = value;
     }
     if (!on_gpu) {
       const bench::Ceilings& c = r.ceilings();

@@ -7,6 +7,8 @@
 #include <cstdio>
 #include <nlohmann/json.hpp>
 
+#include "core/dispatch.hpp"
+#include "cuda_probe.hpp"
 #include "output.hpp"
 #include "runtime/file.hpp"
 #include "specstate/error.hpp"
@@ -24,6 +26,8 @@ nlohmann::ordered_json to_json(const runtime::Report& r) {
   j["tokens"] = r.requests[0].tokens;
   j["mode"] = runtime::name_of(r.mode);
   if (!r.note.empty()) j["note"] = r.note;
+  if (r.gpu.device_bytes > 0)
+    j["gpu"] = {{"device_bytes", r.gpu.device_bytes}, {"pinned_bytes", r.gpu.pinned_bytes}, {"graphs", r.gpu.graphs}};
   if (r.costs.plain > 0)
     j["costs"] = {{"plain_seconds", r.costs.plain},
                   {"dflash_draft_seconds", r.costs.dflash_draft},
@@ -80,8 +84,12 @@ std::string to_text(const runtime::Report& r) {
 
 int run_generate(const GenerateCommand& command) {
   check_json(command.json);
-  if (command.device == "cuda")
-    throw Error(ErrorKind::kNotImplemented, "--device cuda: the engine of this build runs on the CPU; use --device cpu.");
+  if (!command.trace.empty()) check_json(command.trace);
+  if (command.device == "cuda") {
+    if (!core::cuda_built()) throw Error(ErrorKind::kNotImplemented, "--device cuda: this build of specstate has no CUDA kernels; use --device cpu.");
+    if (const CudaReport cuda = probe_cuda(); cuda.devices.empty())
+      throw Error(ErrorKind::kCuda, "--device cuda: expected a GPU, got none: " + cuda.problem + ".");
+  }
   const std::string folder = command.model.empty() ? runtime::find_embedded_model() : command.model;
   if (folder.empty())
     throw Error(
@@ -108,7 +116,10 @@ int run_generate(const GenerateCommand& command) {
           done < total ? fmt::format("\rprefill {}/{}: {} of {} tokens", request + 1, prompts.size(), done, total).c_str() : "\r\x1b[K",
           stderr);
     };
-  const runtime::Report report = engine.generate(prompts, command.options, callbacks);
+  runtime::GenerateOptions options = command.options;
+  if (command.device == "cuda") options.device = DeviceType::kCuda;
+  options.trace = !command.trace.empty();
+  const runtime::Report report = engine.generate(prompts, options, callbacks);
 
   if (stream) std::fputc('\n', stdout);
   if (!json_only && !stream)
@@ -121,6 +132,7 @@ int run_generate(const GenerateCommand& command) {
   std::fputs(to_text(report).c_str(), stderr);
   // Bytes of the text that are not UTF-8 become U+FFFD in JSON; `tokens` is exact.
   if (!command.json.empty()) write_json(command.json, to_json(report).dump(2, ' ', false, nlohmann::json::error_handler_t::replace));
+  if (!command.trace.empty()) write_json(command.trace, report.trace);
   return report.lossless.value_or(true) ? kOk : kNotLossless;
 }
 

@@ -11,7 +11,8 @@ struct GenerateCommand {
   std::vector<std::string> prompt_files;  // their contents follow the texts
   std::string model;                      // folder; empty: the embedded one
   std::string device = "cpu";
-  std::string json;  // file or "-"; empty: none
+  std::string json;   // file or "-"; empty: none
+  std::string trace;  // the same, for Chrome trace JSON of one step on a GPU
   runtime::GenerateOptions options;
 };
 /// Text on stdout, report on stderr. Returns the exit status.

@@ -20,8 +20,8 @@ import tempfile
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
 BUILD = ROOT / "build" / "release"
-FAMILIES = ("accept", "draft_kv", "hisparse", "kda")
-PEERS = ("hisparse", "kda", "draft_kv")
+FAMILIES = ("accept", "draft_kv", "hisparse", "kda", "step")
+PEERS = ("hisparse", "kda", "draft_kv", "step")
 
 
 def with_peers(report, peers):

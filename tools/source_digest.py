@@ -2,7 +2,7 @@
 """Prints the digest of the sources that a result of a family depends on: `tools/source_digest.py kda`.
 
 A recorded result (benchmark, GPU test, fuzzing run) carries the digest of its day; another digest today means that it is of older
-sources. Families: hisparse, kda, draft_kv, accept, matmul, engine, binding. Prints the first 16 hex digits of a SHA-256.
+sources. Families: hisparse, kda, draft_kv, accept, matmul, step (those four together), engine, binding. Prints the first 16 hex digits of a SHA-256.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import pathlib
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 OPERATIONS = ("hisparse", "kda", "draft_kv", "accept")
-FAMILIES = (*OPERATIONS, "matmul", "engine", "binding")
+FAMILIES = (*OPERATIONS, "matmul", "step", "engine", "binding")
 SUFFIXES = {".hpp", ".in", ".cpp", ".cu", ".cuh", ".py"}
 
 
@@ -21,11 +21,13 @@ def sources(family, root=ROOT):
     folders = ["src/core", "src/cpu", "src/cuda", "include/specstate"]
     if family in OPERATIONS:
         folders.append(f"src/{family}")
+    if family in ("step", "engine"):
+        folders += [f"src/{name}" for name in OPERATIONS]
     if family == "engine":
-        folders += [f"src/{name}" for name in (*OPERATIONS, "runtime")]
+        folders.append("src/runtime")
     if family == "binding":
         folders = ["src/core", "src/cuda", "include/specstate", "python/binding", "python/specstate"]
-    others = set() if family == "engine" else {name for name in (*OPERATIONS, "runtime") if name != family}
+    others = {"engine": set(), "step": {"runtime"}}.get(family, {name for name in (*OPERATIONS, "runtime") if name != family})
     paths = [p for folder in folders for p in (root / folder).rglob("*") if p.suffix in SUFFIXES]
     paths.append(root / "cmake" / "flags.cmake")
     if family == "engine":

@@ -18,7 +18,7 @@ import types
 
 VERSION = "0.5.23"
 PACKAGES = ("kernels", "kernels.jit", "kernels.ops", "kernels.ops.attention", "kernels.ops.attention.fla", "kernels.ops.attention.linear",
-            "kernels.ops.kvcache", "kernels.ops.mamba", "kernels.ops.speculative", "srt")  # fmt: skip
+            "kernels.ops.kvcache", "kernels.ops.mamba", "kernels.ops.memory", "kernels.ops.speculative", "srt")  # fmt: skip
 
 
 def name_of(arguments):
@@ -61,6 +61,7 @@ def use(folder):
         "cpu_has_amx_support": False, "is_in_ci": False, "is_hopper": major == 9, "is_sm90_supported": major == 9,
         "is_sm100_supported": major == 10, "is_sm120_supported": major == 12, "is_blackwell": major >= 10, "is_gfx95_supported": False,
         "get_device": "cuda", "get_device_sm": 10 * major + minor, "is_flashinfer_available": False,
+        "get_device_core_count": torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 0,
         "get_cuda_version": tuple(int(x) for x in (torch.version.cuda or "0.0").split(".")), "get_device_capability": (major, minor),
     }  # fmt: skip
     functions = {name: (lambda *_, answer=answer: answer) for name, answer in answers.items()}
@@ -97,7 +98,7 @@ def trim(source, target):
     source, target = pathlib.Path(source), pathlib.Path(target)
     files = ["kvcache/hisparse", "kvcache/kvcache", "mamba/causal_conv1d_triton", "attention/linear/fused_sigmoid_gating_recurrent",
              "attention/linear/kda_replayssm_spec_decode", "attention/linear/fused_kda_conv_recurrent_verify", "attention/fla/fused_norm_gate",
-             "speculative/fused_kv_materialize", "mamba/mamba_state_scatter_triton"]  # fmt: skip
+             "speculative/fused_kv_materialize", "mamba/mamba_state_scatter_triton", "memory/ptr_table"]  # fmt: skip
     for name in files:
         path = source / "sglang" / "kernels" / "ops" / (name + ".py")
         to = target / path.relative_to(source)

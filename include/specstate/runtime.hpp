@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "specstate/export.hpp"
+#include "specstate/tensor.hpp"
 
 namespace specstate::runtime {
 
@@ -28,6 +29,10 @@ SPECSTATE_API std::string find_embedded_model();
 
 struct GenerateOptions {
   Mode mode = Mode::kAuto;
+  /// kCuda: the whole of decoding runs on the first GPU, one graph a step (docs/decisions/0013); throws Error(kCuda) where there is none.
+  DeviceType device = DeviceType::kCpu;
+  /// On a GPU: every result has the bits of plain decoding on it (on the CPU that is always so). check_lossless implies it.
+  bool deterministic = false;
   int max_new_tokens = 128;  ///< >= 1; generation also ends at EOS and at the end of the model's context
   /// 0: greedy. Else tokens are drawn from softmax(logits / temperature): one uniform number a position, derived from
   /// (seed, prompt, position), and the inverse CDF, so that every mode draws the same tokens.
@@ -41,14 +46,17 @@ struct GenerateOptions {
   /// For tests, 1 or more: each step commits exactly this many tokens where they fit (at most the window). A plain run tells which
   /// proposals are right; the drafter's own are replaced, so the output stays the target's.
   int force_accept = 0;
-  bool check_lossless = false;  ///< also decode plainly, and compare tokens and committed state
+  bool check_lossless = false;  ///< also decode plainly, and compare tokens and committed state (on a GPU the state after every step)
+  /// Prompt i is prefilled before step start_steps[i] (default 0), and dropped before step drop_steps[i] unless it has ended (default: never).
+  std::vector<int> start_steps, drop_steps;
+  bool trace = false;  ///< on a GPU: report where the time of one step goes
 };
 
 /// One decoded prompt.
 struct RequestReport {
   std::vector<int> tokens;            ///< emitted ids, without the prompt
   std::string text;                   ///< their bytes, as they are (not always valid UTF-8)
-  std::string finish;                 ///< "length", "eos" or "context"
+  std::string finish;                 ///< "length", "eos", "context" or "dropped"
   int prompt_tokens = 0;              ///< BOS included
   std::int64_t steps = 0;             ///< forwards of the target after the prefill
   std::int64_t committed_tokens = 0;  ///< tokens that those steps emitted
@@ -76,6 +84,11 @@ struct Report {
   struct DraftKv {
     std::int64_t tokens_materialized = 0, bytes_written = 0;
   } draft_kv;
+  /// What a run on a GPU took: bytes allocated before its first step, and graphs made.
+  struct Gpu {
+    std::int64_t device_bytes = 0, pinned_bytes = 0, graphs = 0;
+  } gpu;
+  std::string trace;             ///< with options.trace: Chrome trace JSON of one step
   std::optional<bool> lossless;  ///< with check_lossless
   /// What `auto` measured while decoding: seconds a request's share of a step takes; 0 where it had no occasion to measure.
   struct Costs {

@@ -24,7 +24,9 @@ struct Request {
   std::uint64_t key = 0;
   int limit = 0;  // tokens that may be emitted
   int last = 0;   // the last emitted token, in no state yet
-  bool done = false;
+  int start = 0, drop = -1;  // steps, see GenerateOptions
+  bool started = false, done = false;
+  bool active() const { return started && !done; }
 };
 
 class Run {
@@ -34,6 +36,7 @@ class Run {
   Report finish();
 
  private:
+  void come_and_go();
   void prefill(int r);
   void step();
   int choose(float* logits, const Request& request, int position);
@@ -106,13 +109,32 @@ Run::Run(const Checkpoint& model, const std::vector<std::vector<int>>& prompts, 
     for (const int t : p) key.value(static_cast<std::uint64_t>(t));
     r.key = key.result();
     r.limit = std::min(options.max_new_tokens, config_.max_length - static_cast<int>(p.size()));
+    const std::size_t i = requests_.size() - 1;
+    if (i < options.start_steps.size()) r.start = options.start_steps[i];
+    if (i < options.drop_steps.size()) r.drop = options.drop_steps[i];
   }
-  auto begin = std::chrono::steady_clock::now();
-  for (int r = 0; r < count; ++r) prefill(r);
-  report_.prefill_seconds = seconds_since(begin);
-  begin = std::chrono::steady_clock::now();
-  while (std::any_of(requests_.begin(), requests_.end(), [](const Request& r) { return !r.done; })) step();
-  report_.decode_seconds = seconds_since(begin);
+  const auto begin = std::chrono::steady_clock::now();
+  while (std::any_of(requests_.begin(), requests_.end(), [](const Request& r) { return !r.done; })) {
+    come_and_go();
+    if (std::any_of(requests_.begin(), requests_.end(), [](const Request& r) { return r.active(); }))
+      step();
+    else
+      ++steps_;
+  }
+  report_.decode_seconds = seconds_since(begin) - report_.prefill_seconds;
+}
+
+/// Requests whose step has come are dropped, or read their prompts.
+void Run::come_and_go() {
+  const auto begin = std::chrono::steady_clock::now();
+  for (int r = 0; r < static_cast<int>(requests_.size()); ++r) {
+    Request& request = requests_[at(r)];
+    if (!request.done && request.drop >= 0 && steps_ >= request.drop) request.done = true, report_.requests[at(r)].finish = "dropped";
+    if (request.done || request.started || steps_ < request.start) continue;
+    request.started = true;
+    prefill(r);
+  }
+  report_.prefill_seconds += seconds_since(begin);
 }
 
 int Run::choose(float* logits, const Request& request, int position) {
@@ -279,7 +301,7 @@ void Run::catch_up(std::size_t drafter) {
   for (int r = 0; r < static_cast<int>(requests_.size()); ++r) {
     Floats& pending = pending_[drafter][at(r)];
     const int rows = static_cast<int>(pending.size()) / width;
-    if (rows && !requests_[at(r)].done)
+    if (rows && requests_[at(r)].active())
       drafters_[drafter]->materialize({{r}, {rows}, {drafters_[drafter]->known(r)}}, pending.data(), {rows});
     pending.clear();
   }
@@ -294,7 +316,7 @@ void Run::step() {
   std::vector<int> active;
   Window w;
   for (int r = 0; r < static_cast<int>(requests_.size()); ++r) {
-    if (requests_[at(r)].done) continue;
+    if (!requests_[at(r)].active()) continue;
     active.push_back(r);
     w.slots.push_back(r);
     w.starts.push_back(target_->n_of(r));

@@ -1,13 +1,33 @@
 // The public face of the engine: checks of the options, the choice of `auto`, the comparison with plain decoding.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
+#include <map>
 
 #include "core/float_env.hpp"
+#include "core/dispatch.hpp"
 #include "core/match.hpp"
+#include "runtime/cuda/run.hpp"
 #include "runtime/decode.hpp"
 
 namespace specstate::runtime {
+
+namespace {
+
+using States = cuda::States::value_type;
+
+/// Tokens and state are those of plain decoding; of a dropped request those that there are. Where states were recorded, each of them.
+bool same(const RequestReport& r, const RequestReport& plain, const States* states, const States* plain_states) {
+  const bool dropped = r.finish == "dropped";
+  if (dropped ? r.tokens.size() > plain.tokens.size() : r.tokens.size() != plain.tokens.size()) return false;
+  if (!std::equal(r.tokens.begin(), r.tokens.end(), plain.tokens.begin())) return false;
+  if (!states) return dropped || r.state_digest == plain.state_digest;
+  std::map<int, std::uint64_t> expected(plain_states->begin(), plain_states->end());
+  return std::all_of(states->begin(), states->end(), [&](const auto& s) { return expected.count(s.first) && expected[s.first] == s.second; });
+}
+
+}  // namespace
 
 struct Engine::Impl {
   Checkpoint model;
@@ -44,6 +64,11 @@ Report Engine::generate(const std::vector<std::string>& prompts, const GenerateO
   require(!options.sampled_proposals || options.temperature > 0, "sampled_proposals", "a temperature above 0", "greedy decoding");
   require(!options.sampled_proposals || !(options.check_lossless || options.force_accept), "sampled_proposals",
           "no check_lossless and no force_accept (plain decoding draws other tokens of the same distribution)", "both");
+  const bool on_gpu = options.device == DeviceType::kCuda;
+  require(!on_gpu || !options.force_accept, "force_accept", "the CPU (it replaces proposals on the host)", "a GPU");
+  require(on_gpu || !options.trace, "trace", "a GPU", "the CPU");
+  require(options.start_steps.size() <= prompts.size() && options.drop_steps.size() <= prompts.size(), "start_steps, drop_steps",
+          "at most one for each prompt", "more");
   require(has(options.mode), "mode", "a drafter that the model folder has", name_of(options.mode));
 
   std::vector<std::vector<int>> tokens;
@@ -59,21 +84,33 @@ Report Engine::generate(const std::vector<std::string>& prompts, const GenerateO
   RunOptions run;
   run.mode = options.mode;
   const bool speculative = run.mode != Mode::kPlain;
+  cuda::States plain_states, states;
+  const auto decode_on = [&](const GenerateOptions& o, const RunOptions& r, const Callbacks& c, cuda::States* record) {
+    if (!on_gpu) return decode(model, tokens, o, r, c);
+    if constexpr (core::cuda_built())
+      return cuda::decode(model, tokens, o, r.mode, c, record);
+    else
+      core::no_cuda("generate");
+  };
   std::optional<Report> plain;
   if (speculative && (options.check_lossless || options.force_accept)) {
-    plain = decode(model, tokens, options, {}, {});
+    GenerateOptions undisturbed = options;
+    undisturbed.start_steps.clear(), undisturbed.drop_steps.clear(), undisturbed.trace = false;
+    RunOptions plainly;
+    plainly.mode = Mode::kPlain;
+    plain = decode_on(undisturbed, plainly, {}, options.check_lossless ? &plain_states : nullptr);
     if (options.force_accept) {
       run.lengths = {options.force_accept};
       for (const RequestReport& r : plain->requests) run.known.push_back(r.tokens);
     }
   }
-  Report report = decode(model, tokens, options, run, callbacks);
+  Report report = decode_on(options, run, callbacks, plain && options.check_lossless ? &states : nullptr);
   if (options.check_lossless) {
     report.lossless = true;
     for (std::size_t i = 0; i < tokens.size(); ++i) {
       RequestReport& r = report.requests[i];
       // Plain decoding is its own reference.
-      r.lossless = !plain || (r.tokens == plain->requests[i].tokens && r.state_digest == plain->requests[i].state_digest);
+      r.lossless = !plain || same(r, plain->requests[i], states.empty() ? nullptr : &states[i], plain_states.empty() ? nullptr : &plain_states[i]);
       report.lossless = *report.lossless && *r.lossless;
     }
   }

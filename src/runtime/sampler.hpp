@@ -12,7 +12,7 @@ namespace specstate::runtime {
 enum class Draw : std::uint64_t { kToken = 1, kProposal = 2, kAcceptance = 3 };
 
 /// In [0, 1), with 53 random bits.
-inline double uniform(std::uint64_t seed, std::uint64_t request, std::uint64_t position, Draw purpose) {
+constexpr double uniform(std::uint64_t seed, std::uint64_t request, std::uint64_t position, Draw purpose) {
   const std::uint64_t h = mix64(mix64(mix64(mix64(seed) ^ request) ^ position) ^ static_cast<std::uint64_t>(purpose));
   return static_cast<double>(h >> 11) * 0x1p-53;
 }

@@ -87,9 +87,9 @@ def test_tables_pivot_keys_and_peers(tmp_path):
 
 
 @pytest.mark.parametrize("changed,families", [
-    ("src/cpu/matmul.cpp", {"hisparse", "kda", "draft_kv", "accept", "matmul", "engine"}),
-    ("src/accept/cpu.cpp", {"accept", "engine"}),
-    ("include/specstate/accept.hpp", {"accept", "engine"}),
+    ("src/cpu/matmul.cpp", {"hisparse", "kda", "draft_kv", "accept", "matmul", "step", "engine"}),
+    ("src/accept/cpu.cpp", {"accept", "step", "engine"}),
+    ("include/specstate/accept.hpp", {"accept", "step", "engine"}),
     ("cmake/flags.cmake", set(source_digest.FAMILIES)),
     ("README.md", set()),
 ])

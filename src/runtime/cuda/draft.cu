@@ -1,0 +1,122 @@
+// The block drafters' own kernels: rotary of the block's rows, attention over the materialized context and the block, and the proposals.
+#include <algorithm>
+
+#include "cuda/launch.hpp"
+#include "runtime/cuda/math.cuh"
+#include "runtime/cuda/ops.hpp"
+
+namespace specstate::runtime::cuda {
+
+using specstate::cuda::blocks_for;
+using specstate::cuda::launch;
+
+namespace {
+
+using i64 = std::int64_t;
+using i32 = std::int32_t;
+constexpr int kThreads = 256, kWarps = kThreads / 32, kMaxDim = 256;
+
+__global__ void __launch_bounds__(kThreads) ids_of_block(Rows rows, i64 block, const i32* last, i64 mask, i64* ids) {
+  const i64 i = i64{blockIdx.x} * kThreads + threadIdx.x;
+  if (i >= rows.batch * block) return;
+  ids[i] = i % block == 0 && i / block < *rows.real ? last[rows.requests[i / block]] : mask;
+}
+
+// A warp a row and head.
+__global__ void __launch_bounds__(kThreads)
+    rope(Rows rows, i64 block, float* qkv, i64 stride, i64 heads, i64 kv_heads, i64 D, const float* q_norm, const float* k_norm, float eps,
+         const float* table, i64 R, float scale) {
+  __shared__ float values[kWarps][kMaxDim];
+  const i64 item = i64{blockIdx.x} * kWarps + threadIdx.x / 32, row = item / (heads + kv_heads), h = item % (heads + kv_heads);
+  if (row >= rows.batch * block || row / block >= *rows.real) return;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  float* v = values[threadIdx.x / 32];
+  float* x = qkv + row * stride + h * D;
+  const float* norm = h < heads ? q_norm : k_norm;
+  const float sum = sum_squares(lane, D, [&](i64 i) { return x[i]; });
+  const float s = 1.0f / sqrtf(sum / static_cast<float>(D) + eps);
+  for (i64 i = lane; i < D; i += 32) v[i] = x[i] * s * norm[i];
+  __syncwarp();
+  table += (rows.positions[row / block * rows.width] + row % block) * R;
+  const i64 half = R / 2;
+  for (i64 i = lane; i < D; i += 32) {
+    float y = v[i];
+    if (i < half)
+      y = v[i] * table[i] - v[i + half] * table[half + i];
+    else if (i < R)
+      y = v[i] * table[i - half] + v[i - half] * table[i];
+    x[i] = h < heads ? y * scale : y;
+  }
+}
+
+// A block a row and head. A warp scores a key, lanes are channels; values are summed by as many chains as the block holds copies of a head.
+__global__ void __launch_bounds__(kThreads)
+    attend_block(Rows rows, i64 block, const float* qkv, i64 stride, i64 heads, i64 kv_heads, i64 D, i64 window, const std::uint16_t* k_pool,
+                 const std::uint16_t* v_pool, i64 pool_step, float* out) {
+  extern __shared__ float4 memory[];
+  float* score = reinterpret_cast<float*>(memory);
+  __shared__ float query[kMaxDim], room[kWarps], parts[kThreads];
+  const i64 row = blockIdx.x, b = row / block, h = blockIdx.y, kv = h / (heads / kv_heads), step = kv_heads * D;
+  if (b >= *rows.real) return;
+  const int t = static_cast<int>(threadIdx.x), lane = t % 32, warp = t / 32;
+  const i64 n = rows.positions[b * rows.width], own = n + row % block, first = window ? max(i64{0}, own - window + 1) : 0, total = n + block - first;
+  const std::uint16_t *keys = k_pool + rows.requests[b] * pool_step * step + kv * D, *values = v_pool + rows.requests[b] * pool_step * step + kv * D;
+  const float *block_keys = qkv + b * block * stride + (heads + kv) * D, *block_values = block_keys + kv_heads * D;
+  for (i64 i = t; i < D; i += kThreads) query[i] = qkv[row * stride + h * D + i];
+  __syncthreads();
+  for (i64 k = warp; k < total; k += kWarps) {
+    const i64 p = first + k;
+    float dot = 0;
+    for (i64 i = lane; i < D; i += 32) dot = fmaf(query[i], p < n ? from_bits(keys[p * step + i]) : block_keys[(p - n) * stride + i], dot);
+    dot = sum_chains(dot);
+    if (lane == 0) score[k] = dot;
+  }
+  __syncthreads();
+  float top = -INFINITY;
+  for (i64 k = t; k < total; k += kThreads) top = fmaxf(top, score[k]);
+  for (int half = 16; half > 0; half /= 2) top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, half));
+  if (lane == 0) room[warp] = top;
+  __syncthreads();
+  for (int w = 0; w < kWarps; ++w) top = fmaxf(top, room[w]);
+  __syncthreads();
+  float sum = 0;
+  for (i64 k = t; k < total; k += kThreads) sum += score[k] = exponential(score[k] - top);
+  sum = sum_chains(sum);
+  if (lane == 0) room[warp] = sum;
+  __syncthreads();
+  sum = 0;
+  for (int w = 0; w < kWarps; ++w) sum += room[w];
+  const int chains = static_cast<int>(kThreads / D), c = t % static_cast<int>(D), chain = t / static_cast<int>(D);
+  float acc = 0;
+  if (chain < chains)
+    for (i64 k = chain; k < total; k += chains) {
+      const i64 p = first + k;
+      acc = fmaf(score[k], p < n ? from_bits(values[p * step + c]) : block_values[(p - n) * stride + c], acc);
+    }
+  parts[t] = acc;
+  __syncthreads();
+  if (chain == 0) {
+    for (int i = 1; i < chains; ++i) acc += parts[i * D + c];
+    out[row * heads * D + h * D + c] = acc * (1.0f / sum);
+  }
+}
+
+}  // namespace
+
+void block_ids(const Rows& rows, i64 block, const i32* last, i64 mask, i64* ids, Stream stream) {
+  launch(ids_of_block, {blocks_for(rows.batch * block, kThreads), kThreads}, stream, rows, block, last, mask, ids);
+}
+void rope_block(const Rows& rows, i64 block, float* qkv, i64 stride, i64 heads, i64 kv_heads, i64 D, const float* q_norm, const float* k_norm,
+                float eps, const float* table, i64 R, float scale, Stream stream) {
+  launch(rope, {blocks_for(rows.batch * block * (heads + kv_heads), kWarps), kThreads}, stream, rows, block, qkv, stride, heads, kv_heads, D,
+         q_norm, k_norm, eps, table, R, scale);
+}
+void block_attention(const Rows& rows, i64 block, const float* qkv, i64 stride, i64 heads, i64 kv_heads, i64 D, i64 window, i64 L,
+                     const std::uint16_t* k_pool, const std::uint16_t* v_pool, i64 pool_step, float* out, Stream stream) {
+  const i64 most = window ? std::min(window, L) + block : L + block;
+  const dim3 grid(static_cast<unsigned>(rows.batch * block), static_cast<unsigned>(heads));
+  launch(attend_block, {grid, kThreads, static_cast<std::size_t>(most) * 4}, stream, rows, block, qkv, stride, heads, kv_heads, D, window,
+         k_pool, v_pool, pool_step, out);
+}
+
+}  // namespace specstate::runtime::cuda

@@ -1,0 +1,108 @@
+#include "runtime/cuda/drafter.hpp"
+
+#include <algorithm>
+#include <cmath>
+
+namespace specstate::runtime::cuda {
+
+namespace {
+using i64 = std::int64_t;
+std::size_t at(i64 i) { return static_cast<std::size_t>(i); }
+}  // namespace
+
+Drafter::Drafter(const DraftWeights& weights, const TargetWeights& target, const Limits& limits, const Tables& tables,
+                 const Constants& constants, Memory& memory)
+    : config_(weights.config), limits_(limits), tables_(tables), constants_(constants) {
+  const auto floats_of = [&](const Floats& v) { return memory.upload(v.data(), static_cast<i64>(v.size()), "weights"); };
+  for (const DraftLayerWeights& l : weights.layers)
+    layers_.push_back({floats_of(l.input_norm), floats_of(l.post_norm), floats_of(l.q_norm), floats_of(l.k_norm), upload(memory, l.qkv),
+                       upload(memory, l.out), upload(memory, l.gate_up), upload(memory, l.down)});
+  fc_ = upload(memory, weights.fc), head_ = upload(memory, target.head);
+  hidden_norm_ = floats_of(weights.hidden_norm), norm_ = floats_of(weights.norm), embed_ = floats_of(target.embed);
+  if (config_.kind == DrafterKind::kDSpark) markov_embed_ = floats_of(weights.markov_embed), markov_proj_ = upload(memory, weights.markov_proj);
+
+  const i64 half = config_.rotary_dim / 2, R = limits_.requests, B = config_.block, d = config_.hidden, F = config_.intermediate;
+  const i64 rope_rows = limits_.context + B;
+  Floats table(at(rope_rows * 2 * half));
+  for (i64 i = 0; i < half; ++i) {
+    const float frequency = static_cast<float>(std::pow(config_.rope_theta, -2.0 * static_cast<double>(i) / config_.rotary_dim));
+    for (i64 p = 0; p < rope_rows; ++p) {
+      const float angle = static_cast<float>(p) * frequency;
+      table[at(p * 2 * half + i)] = std::cos(angle), table[at(p * 2 * half + half + i)] = std::sin(angle);
+    }
+  }
+  rope_ = floats_of(table);
+  const i64 kv = i64{config_.kv_heads} * config_.head_dim, pool = config_.layers * R * limits_.context * kv;
+  k_pool_ = memory.device<std::uint16_t>(pool, "draft keys"), v_pool_ = memory.device<std::uint16_t>(pool, "draft values");
+
+  const i64 rows = R * B, context_rows = std::max<i64>(R * limits_.window, limits_.chunk);
+  const auto activations = [&](i64 n, i64 width) { return memory.device<float>(n * width, "the drafter's activations"); };
+  ids_ = memory.device<i64>(rows, "the drafter's activations");
+  x_ = activations(rows, d), h_ = activations(rows, d), qkv_ = activations(rows, (config_.heads + 2 * config_.kv_heads) * config_.head_dim);
+  mixed_ = activations(rows, config_.heads * config_.head_dim), wide_ = activations(rows, 2 * F), act_ = activations(rows, F);
+  logits_ = activations(rows, config_.vocab), ctx_ = activations(context_rows, d);
+
+  const i64 L = config_.layers, N = config_.kv_heads, D = config_.head_dim, pool_rows = R * limits_.context;
+  k_view_ = on_gpu(k_pool_, DType::kBFloat16, {L, pool_rows, N, D}), v_view_ = on_gpu(v_pool_, DType::kBFloat16, {L, pool_rows, N, D});
+  params_.ctx_hidden = on_gpu(ctx_, DType::kFloat32, {context_rows, d});
+  params_.kv_weight = on_gpu(memory.upload(weights.kv_weight.data(), static_cast<i64>(weights.kv_weight.size()), "weights"), DType::kBFloat16,
+                             {L, 2 * N * D, d});
+  params_.k_norm_weight = on_gpu(floats_of(weights.k_norms), DType::kFloat32, {L, D});
+  params_.eps = on_gpu(floats_of(Floats(at(L), config_.rms_eps)), DType::kFloat32, {L});
+  params_.cos_sin_cache = on_gpu(rope_, DType::kFloat32, {rope_rows, config_.rotary_dim});
+  params_.k_pool = {&k_view_, 1}, params_.v_pool = {&v_view_, 1};
+  if (const i64 bytes = draft_kv::materialize_workspace_bytes(params_); bytes > 0)
+    params_.workspace = on_gpu(memory.device<char>(bytes, "draft KV workspace"), DType::kUInt8, {bytes});
+}
+
+void Drafter::write(i64 rows, const TensorView& positions, const TensorView& slots, const TensorView& committed, const float* features,
+                    Stream stream) {
+  const i64 d = config_.hidden;
+  matmul(fc_, features, d * static_cast<i64>(config_.feature_layers.size()), rows, ctx_, d, stream);
+  rms_norm(ctx_, d, rows, d, hidden_norm_, config_.rms_eps, ctx_, d, stream);
+  draft_kv::MaterializeIntoPoolParams p = params_;
+  p.ctx_hidden = on_gpu(ctx_, DType::kFloat32, {rows, d});
+  p.positions = positions, p.slot_mapping = slots, p.commit_lens = committed;
+  draft_kv::materialize_into_pool(p, stream);
+}
+
+void Drafter::materialize(const Step& step, const float* features, Stream stream) {
+  const i64 B = step.batch, W = step.width;
+  write(B * W, on_gpu(step.positions, DType::kInt32, {B, W}), on_gpu(step.pool_rows, DType::kInt64, {B, W}),
+        on_gpu(step.accepted, DType::kInt32, {B}), features, stream);
+}
+
+void Drafter::materialize(int request, int begin, int count, const float* features, Stream stream) {
+  write(count, on_gpu(constants_.iota + begin, DType::kInt32, {count}),
+        on_gpu(constants_.pool_rows + i64{request} * limits_.context + begin, DType::kInt64, {count}), {}, features, stream);
+}
+
+void Drafter::propose(const Step& step, const Choice& choice, double* probabilities, Stream stream) {
+  const Rows rows = step.rows();
+  const i64 B = config_.block, M = step.batch * B, d = config_.hidden, D = config_.head_dim, heads = config_.heads, kv = config_.kv_heads,
+            F = config_.intermediate, width = (heads + 2 * kv) * D, V = config_.vocab,
+            pool = i64{limits_.requests} * limits_.context;
+  block_ids(rows, B, tables_.last, config_.mask_id, ids_, stream);
+  embed(embed_, d, ids_, M, x_, stream);
+  for (std::size_t l = 0; l < layers_.size(); ++l) {
+    const Layer& layer = layers_[l];
+    rms_norm(x_, d, M, d, layer.input_norm, config_.rms_eps, h_, d, stream);
+    matmul(layer.qkv, h_, d, M, qkv_, width, stream);
+    rope_block(rows, B, qkv_, width, heads, kv, D, layer.q_norm, layer.k_norm, config_.rms_eps, rope_, config_.rotary_dim,
+               1.0f / std::sqrt(static_cast<float>(D)), stream);
+    const i64 before = static_cast<i64>(l) * pool * kv * D;
+    block_attention(rows, B, qkv_, width, heads, kv, D, config_.window[l], limits_.context, k_pool_ + before, v_pool_ + before, limits_.context,
+                    mixed_, stream);
+    matmul(layer.out, mixed_, heads * D, M, x_, d, stream, x_);
+    rms_norm(x_, d, M, d, layer.post_norm, config_.rms_eps, h_, d, stream);
+    matmul(layer.gate_up, h_, d, M, wide_, 2 * F, stream);
+    swiglu(wide_, M, F, act_, stream);
+    matmul(layer.down, act_, F, M, x_, d, stream, x_);
+  }
+  // Rows that predict: all of DSpark's, all but the first of DFlash's.
+  rms_norm(x_, d, M, d, norm_, config_.rms_eps, h_, d, stream);
+  matmul(head_, h_, d, M, logits_, V, stream);
+  runtime::cuda::propose(rows, B, B - proposals(), logits_, choice, tables_.keys, {markov_embed_, markov_proj_}, step.candidates, probabilities, stream);
+}
+
+}  // namespace specstate::runtime::cuda

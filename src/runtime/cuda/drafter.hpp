@@ -1,0 +1,52 @@
+#pragma once
+// The block drafters of runtime/drafter.hpp on the GPU. The context's keys and values lie in a pool of R * L rows a layer that
+// draft_kv::materialize_into_pool fills with the rows that were committed; which they are, only the device knows.
+#include <vector>
+
+#include "runtime/checkpoint.hpp"
+#include "runtime/cuda/memory.hpp"
+#include "runtime/cuda/ops.hpp"
+#include "runtime/cuda/target.hpp"
+#include "specstate/draft_kv.hpp"
+
+namespace specstate::runtime::cuda {
+
+class Drafter {
+ public:
+  Drafter(const DraftWeights& weights, const TargetWeights& target, const Limits& limits, const Tables& tables, const Constants& constants,
+          Memory& memory);
+  int proposals() const { return config_.proposals(); }
+  const std::vector<int>& feature_layers() const { return config_.feature_layers; }
+  /// Fills columns 1.. of the step's candidates; `probabilities` [batch, G, V]: proposals are drawn from them.
+  void propose(const Step& step, const Choice& choice, double* probabilities, Stream stream);
+  /// Of the step's rows the first accepted[b] of each request are context now.
+  void materialize(const Step& step, const float* features, Stream stream);
+  /// `count` rows of a prompt from position `begin` on are.
+  void materialize(int request, int begin, int count, const float* features, Stream stream);
+  /// Bytes that a token's keys and values take.
+  std::int64_t bytes_of_token() const { return std::int64_t{4} * config_.layers * config_.kv_heads * config_.head_dim; }
+
+ private:
+  void write(std::int64_t rows, const TensorView& positions, const TensorView& slots, const TensorView& committed, const float* features,
+             Stream stream);
+
+  const DraftConfig& config_;
+  Limits limits_;
+  Tables tables_;
+  Constants constants_;
+  struct Layer {
+    float *input_norm, *post_norm, *q_norm, *k_norm;
+    Matrix qkv, out, gate_up, down;
+  };
+  std::vector<Layer> layers_;
+  Matrix fc_, head_, markov_proj_;
+  float *hidden_norm_, *norm_, *embed_, *markov_embed_ = nullptr;
+  std::uint16_t *k_pool_, *v_pool_;
+  float* rope_;
+  TensorView k_view_, v_view_;
+  draft_kv::MaterializeIntoPoolParams params_;  // all but the rows
+  std::int64_t* ids_;
+  float *x_, *h_, *qkv_, *mixed_, *wide_, *act_, *logits_, *ctx_;
+};
+
+}  // namespace specstate::runtime::cuda

@@ -1,0 +1,113 @@
+// The row-invariant product. A lane is an output and never a part of a sum, as on the CPU: acc = fma(x[i], w[j][i], acc) over rising i, so the
+// bits are the CPU's, and what a speculative step computes for a row is what plain decoding computes.
+//
+// A block takes 32 outputs (two panels) and 8 or 32 rows, a warp 1 or 4 of them. The weights of 256 k come into shared memory with all loads in
+// flight at once, because the chain that follows cannot wait for each; rows are broadcasts from shared memory. With few rows a warp has one: then the chain's latency,
+// 4 cycles a k, is the whole time, and more rows a warp would only add to it.
+#include <algorithm>
+
+#include "cuda/launch.hpp"
+#include "runtime/cuda/memory.hpp"
+#include "runtime/cuda/ops.hpp"
+
+namespace specstate::runtime::cuda {
+
+using specstate::cuda::launch;
+
+namespace {
+
+using i64 = std::int64_t;
+constexpr int kWarps = 8, kThreads = 32 * kWarps, kPanel = 16, kColumns = 2 * kPanel, kChunk = 256, kHeads = 16;
+
+struct Heads {
+  const std::uint32_t* w[kHeads];
+  i64 x_step, y_step;
+};
+
+template <int kRows>
+__global__ void __launch_bounds__(kThreads)
+    product(Heads heads, i64 n, i64 k, i64 rows, const float* x, i64 x_stride, float* y, i64 y_stride, const float* add) {
+  __shared__ std::uint32_t w_tile[2][kChunk / 2][kPanel];
+  __shared__ float x_tile[kWarps * kRows][kChunk];
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const i64 panel_words = (k + 1) / 2 * kPanel, first_panel = i64{blockIdx.x} * 2, row0 = i64{blockIdx.y} * kWarps * kRows;
+  const std::uint32_t* w = heads.w[blockIdx.z];
+  x += blockIdx.z * heads.x_step, y += blockIdx.z * heads.y_step;
+  float acc[kRows] = {};
+  for (i64 k0 = 0; k0 < k; k0 += kChunk) {
+    const int depth = static_cast<int>(min(i64{kChunk}, k - k0)), words = (depth + 1) / 2 * kPanel;
+    __syncthreads();
+    for (int i = static_cast<int>(threadIdx.x); i < 2 * words / 4; i += kThreads) {
+      const int panel = i / (words / 4), at = i % (words / 4) * 4;
+      uint4 v = {0, 0, 0, 0};
+      if ((first_panel + panel) * kPanel < n)
+        v = *reinterpret_cast<const uint4*>(w + (first_panel + panel) * panel_words + k0 / 2 * kPanel + at);
+      *reinterpret_cast<uint4*>(&w_tile[panel][0][0] + at) = v;
+    }
+    for (int i = static_cast<int>(threadIdx.x); i < kWarps * kRows * kChunk; i += kThreads) {
+      const int r = i / kChunk, c = i % kChunk;
+      if (row0 + r < rows && c < depth) x_tile[r][c] = x[(row0 + r) * x_stride + k0 + c];
+    }
+    __syncthreads();
+    if (row0 + warp * kRows >= rows) continue;
+    const std::uint32_t* mine = &w_tile[lane / kPanel][0][lane % kPanel];
+#pragma unroll 8
+    for (int i = 0; i + 1 < depth; i += 2) {
+      const std::uint32_t pair = mine[i / 2 * kPanel];
+      const float even = __uint_as_float(pair << 16), odd = __uint_as_float(pair & 0xFFFF0000u);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const float* row = x_tile[warp * kRows + r];
+        acc[r] = fmaf(row[i + 1], odd, fmaf(row[i], even, acc[r]));
+      }
+    }
+    if (depth % 2)
+#pragma unroll
+      for (int r = 0; r < kRows; ++r)
+        acc[r] = fmaf(x_tile[warp * kRows + r][depth - 1], __uint_as_float(mine[depth / 2 * kPanel] << 16), acc[r]);
+  }
+  const i64 column = first_panel * kPanel + lane;
+  if (column >= n) return;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const i64 row = row0 + warp * kRows + r;
+    if (row < rows) y[row * y_stride + column] = add ? acc[r] + add[row * y_stride + column] : acc[r];
+  }
+}
+
+void enqueue(const Heads& heads, i64 count, const Matrix& shape, const float* x, i64 x_stride, i64 rows, float* y, i64 y_stride,
+             const float* add, Stream stream) {
+  const bool few = rows <= kWarps;
+  const i64 rows_of_block = few ? kWarps : 4 * kWarps;
+  const dim3 grid(static_cast<unsigned>((shape.n + kColumns - 1) / kColumns), static_cast<unsigned>((rows + rows_of_block - 1) / rows_of_block),
+                  static_cast<unsigned>(count));
+  launch(few ? product<1> : product<4>, {grid, kThreads}, stream, heads, shape.n, shape.k, rows, x, x_stride, y, y_stride, add);
+}
+
+}  // namespace
+
+Matrix upload(Memory& memory, const cpu::PackedMatrix& m) {
+  if (m.dtype() != DType::kBFloat16) throw Error(ErrorKind::kInternal, "internal error: the GPU's product takes bfloat16 weights");
+  const i64 words = cpu::PackedMatrix::bytes(m.n(), m.k(), m.dtype()) / 4;
+  return {memory.upload(static_cast<const std::uint32_t*>(m.data()), words, "weights"), m.n(), m.k()};
+}
+
+void matmul(const Matrix& w, const float* x, i64 x_stride, i64 rows, float* y, i64 y_stride, Stream stream, const float* add) {
+  Heads heads{};
+  heads.w[0] = w.words;
+  enqueue(heads, 1, w, x, x_stride, rows, y, y_stride, add, stream);
+}
+
+void matmul_heads(const std::vector<Matrix>& w, const float* x, i64 x_stride, i64 x_step, i64 rows, float* y, i64 y_stride, i64 y_step,
+                  Stream stream) {
+  const i64 H = static_cast<i64>(w.size());
+  for (i64 h = 0; h < H; h += kHeads) {
+    Heads heads{};
+    const i64 count = std::min<i64>(kHeads, H - h);
+    for (i64 i = 0; i < count; ++i) heads.w[i] = w[static_cast<std::size_t>(h + i)].words;
+    heads.x_step = x_step, heads.y_step = y_step;
+    enqueue(heads, count, w[0], x + h * x_step, x_stride, rows, y + h * y_step, y_stride, nullptr, stream);
+  }
+}
+
+}  // namespace specstate::runtime::cuda

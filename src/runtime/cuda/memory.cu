@@ -1,0 +1,127 @@
+#include "runtime/cuda/memory.hpp"
+
+#include <string>
+
+#include "cuda/launch.hpp"
+
+namespace specstate::runtime::cuda {
+
+namespace {
+std::int64_t made = 0, failing = -1;
+}
+
+std::int64_t Memory::fail_at(std::int64_t n) {
+  failing = n < 0 ? -1 : made + n;
+  return made;
+}
+
+void* Memory::take(std::int64_t bytes, bool pinned, const char* what) {
+  const std::size_t size = bytes > 0 ? static_cast<std::size_t>(bytes) : 1;
+  void* p = nullptr;
+  cudaError_t error = cudaErrorMemoryAllocation;
+  if (made++ != failing) error = pinned ? cudaHostAlloc(&p, size, cudaHostAllocMapped | cudaHostAllocPortable) : cudaMalloc(&p, size);
+  if (error != cudaSuccess) {
+    (void)cudaGetLastError();
+    throw Error(ErrorKind::kRuntime, std::string("generate: expected ") + std::to_string(size) + " bytes of " +
+                                         (pinned ? "pinned host memory" : "device memory") + " for " + what + ", got " +
+                                         cudaGetErrorName(error) + " (" + std::to_string(pinned ? pinned_bytes_ : device_bytes_) +
+                                         " bytes were taken before).");
+  }
+  (pinned ? pinned_ : device_).push_back(p);
+  (pinned ? pinned_bytes_ : device_bytes_) += bytes;
+  // Work on other streams of ours must not see what was there before.
+  SPECSTATE_CUDA_CHECK(cudaMemset(p, 0, size));
+  SPECSTATE_CUDA_CHECK(cudaDeviceSynchronize());
+  return p;
+}
+
+void Memory::copy_in(void* to, const void* from, std::int64_t bytes) {
+  SPECSTATE_CUDA_CHECK(cudaMemcpy(to, from, static_cast<std::size_t>(bytes), cudaMemcpyHostToDevice));
+  SPECSTATE_CUDA_CHECK(cudaDeviceSynchronize());  // pageable memory may still be on its way when the copy returns
+}
+
+// Errors of a destructor have nowhere to go: whatever caused them was thrown by the call that met it.
+Memory::~Memory() {
+  for (void* p : device_) (void)cudaFree(p);
+  for (void* p : pinned_) (void)cudaFreeHost(p);
+}
+
+Device gpu() {
+  int index = 0;
+  SPECSTATE_CUDA_CHECK(cudaGetDevice(&index));
+  return {DeviceType::kCuda, index, false};
+}
+TensorView on_gpu(const void* data, DType dtype, std::initializer_list<std::int64_t> sizes) {
+  return TensorView(const_cast<void*>(data), dtype, sizes, gpu());
+}
+TensorView pinned_view(const void* data, DType dtype, std::initializer_list<std::int64_t> sizes) {
+  return TensorView(const_cast<void*>(data), dtype, sizes, {DeviceType::kCpu, 0, true});
+}
+void fill(void* to, int value, std::int64_t bytes, Stream stream) {
+  SPECSTATE_CUDA_CHECK(cudaMemsetAsync(to, value, static_cast<std::size_t>(bytes), specstate::cuda::native(stream)));
+}
+void copy(void* to, const void* from, std::int64_t bytes, Stream stream) {
+  SPECSTATE_CUDA_CHECK(cudaMemcpyAsync(to, from, static_cast<std::size_t>(bytes), cudaMemcpyDefault, specstate::cuda::native(stream)));
+}
+
+Queue::Queue() { SPECSTATE_CUDA_CHECK(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
+Queue::~Queue() {
+  (void)cudaStreamSynchronize(stream_);  // memory that its work uses is freed after it
+  (void)cudaStreamDestroy(stream_);
+}
+void Queue::wait() const { SPECSTATE_CUDA_CHECK(cudaStreamSynchronize(stream_)); }
+
+Event::Event(bool timing) { SPECSTATE_CUDA_CHECK(cudaEventCreateWithFlags(&event_, timing ? cudaEventDefault : cudaEventDisableTiming)); }
+Event::~Event() {
+  if (event_) (void)cudaEventDestroy(event_);
+}
+void Event::record(const Queue& queue) const { SPECSTATE_CUDA_CHECK(cudaEventRecord(event_, queue.native())); }
+void Event::wait() const { SPECSTATE_CUDA_CHECK(cudaEventSynchronize(event_)); }
+float Event::since(const Event& begin) const {
+  float ms = 0;
+  SPECSTATE_CUDA_CHECK(cudaEventElapsedTime(&ms, begin.event_, event_));
+  return ms;
+}
+
+Graph::Graph(const Queue& queue, const std::function<void()>& enqueue) {
+  cudaGraph_t graph = nullptr;
+  SPECSTATE_CUDA_CHECK(cudaStreamBeginCapture(queue.native(), cudaStreamCaptureModeThreadLocal));
+  try {
+    enqueue();
+  } catch (...) {
+    if (cudaStreamEndCapture(queue.native(), &graph) == cudaSuccess) (void)cudaGraphDestroy(graph);
+    (void)cudaGetLastError();
+    throw;
+  }
+  SPECSTATE_CUDA_CHECK(cudaStreamEndCapture(queue.native(), &graph));
+  const cudaError_t error = cudaGraphInstantiate(&exec_, graph, 0);
+  (void)cudaGraphDestroy(graph);
+  SPECSTATE_CUDA_CHECK(error);
+}
+Graph::~Graph() { (void)cudaGraphExecDestroy(exec_); }
+void Graph::launch(const Queue& queue) const { SPECSTATE_CUDA_CHECK(cudaGraphLaunch(exec_, queue.native())); }
+
+void Trace::start(const Queue& queue) {
+  marks_.clear();
+  queue_ = &queue;
+  mark("start");
+}
+void Trace::mark(const std::string& name) {
+  if (!queue_) return;
+  marks_.emplace_back(name, Event(true));
+  marks_.back().second.record(*queue_);
+}
+std::string Trace::json() const {
+  std::string text = "{\"displayTimeUnit\": \"ns\", \"traceEvents\": [";
+  if (!marks_.empty()) marks_.back().second.wait();
+  for (std::size_t i = 1; i < marks_.size(); ++i) {
+    const auto& [name, event] = marks_[i];
+    const std::string family = name.substr(0, name.find(':'));
+    text += std::string(i > 1 ? "," : "") + "\n {\"name\": \"" + name + "\", \"cat\": \"" + family + "\", \"ph\": \"X\", \"pid\": 0, \"tid\": \"" + family +
+            "\", \"ts\": " + std::to_string(1e3 * marks_[i - 1].second.since(marks_[0].second)) +
+            ", \"dur\": " + std::to_string(1e3 * event.since(marks_[i - 1].second)) + "}";
+  }
+  return text + "\n]}\n";
+}
+
+}  // namespace specstate::runtime::cuda

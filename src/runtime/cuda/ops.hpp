@@ -1,0 +1,145 @@
+#pragma once
+// The model's own kernels: everything of a step that no family does. Each is a function on raw device pointers that enqueues one launch.
+//
+// Arithmetic is the CPU engine's, sum by sum (cpu/vector.hpp, cpu/matmul.hpp): a row's result has one order of sums, whatever rows are beside
+// it, and most results have the CPU's very bits. The two attentions sum in an order of their own.
+#include <cstdint>
+#include <vector>
+
+#include "cpu/matmul.hpp"
+#include "specstate/stream.hpp"
+
+namespace specstate::runtime::cuda {
+
+class Memory;
+
+/// A packed matrix [n, k] in device memory, bfloat16, in the layout of cpu::PackedMatrix: panels of 16 outputs, two successive k in a word.
+struct Matrix {
+  const std::uint32_t* words = nullptr;
+  std::int64_t n = 0, k = 0;
+};
+Matrix upload(Memory& memory, const cpu::PackedMatrix& matrix);
+
+/// y [rows, n] = x [rows, k] w^T (+ add, which may be y): one chain of multiply-adds over rising k an output, as on the CPU.
+void matmul(const Matrix& w, const float* x, std::int64_t x_stride, std::int64_t rows, float* y, std::int64_t y_stride, Stream stream,
+            const float* add = nullptr);
+/// The same for matrices of one shape, head h at x + h x_step and y + h y_step.
+void matmul_heads(const std::vector<Matrix>& w, const float* x, std::int64_t x_stride, std::int64_t x_step, std::int64_t rows, float* y,
+                  std::int64_t y_stride, std::int64_t y_step, Stream stream);
+
+/// The rows of a forward: `batch` windows of `width` rows each; only the first *real windows count.
+struct Rows {
+  std::int64_t batch = 0, width = 0;
+  const std::int32_t* real = nullptr;       // [1]
+  const std::int32_t* requests = nullptr;   // [batch] row of the tables
+  const std::int32_t* positions = nullptr;  // [batch, width]
+  const std::int64_t* tokens = nullptr;     // [batch, width]
+  constexpr std::int64_t count() const { return batch * width; }
+};
+
+/// x [rows, d] = table [ids[row]].
+void embed(const float* table, std::int64_t d, const std::int64_t* ids, std::int64_t rows, float* x, Stream stream);
+/// y = x / sqrt(mean(x^2) + eps) * w, row by row.
+void rms_norm(const float* x, std::int64_t x_stride, std::int64_t rows, std::int64_t n, const float* w, float eps, float* y,
+              std::int64_t y_stride, Stream stream);
+/// act [rows, F] = silu(wide[:, :F]) * wide[:, F:].
+void swiglu(const float* wide, std::int64_t rows, std::int64_t F, float* act, Stream stream);
+/// to [rows, d] with row strides.
+void copy_columns(const float* from, std::int64_t from_stride, std::int64_t rows, std::int64_t d, float* to, std::int64_t to_stride, Stream stream);
+
+// ---- sparse MLA ----------------------------------------------------------------------------------------------------------------------
+
+/// The cached row of each window row: [rms(first C, norm), the other Dr] as bfloat16, to row locs[row] of `to` (none if < 0).
+void store_latent(const Rows& rows, const float* kv, std::int64_t stride, std::int64_t C, std::int64_t Dr, const float* norm, float eps,
+                  const std::int32_t* locs, std::uint16_t* to, Stream stream);
+/// Rows [from_row, from_row + n) of one buffer to rows locs[0..n) of another, `width` bfloat16 each.
+void scatter_rows(const std::uint16_t* from, std::int64_t n, std::int64_t width, const std::int32_t* locs, std::uint16_t* to, Stream stream);
+/// Index keys: layernorm(x) as bfloat16 to keys [R, L, dim] at each row's request and position.
+void store_keys(const Rows& rows, const float* x, std::int64_t stride, std::int64_t dim, const float* w, const float* b, std::int64_t L,
+                std::uint16_t* keys, Stream stream);
+/// The indexer's choice: the K best of the positions up to a row's own, rising, ties to the lower, -1 behind them. q [Hi, Di] and, `weights` floats
+/// behind q's row, Hi weights that `scale` multiplies. scores [rows, L] is working memory.
+void select(const Rows& rows, const float* q, std::int64_t stride, std::int64_t weights, std::int64_t Hi, std::int64_t Di, float scale,
+            const std::uint16_t* keys, std::int64_t L, std::int64_t K, float* scores, std::int32_t* selected, Stream stream);
+/// Softmax attention of each row and head over the rows locs[row, 0..K) (< 0: none) of `latent`: out [rows, Hm, C]. The query of head h is [up [rows, Hm, C],
+/// Dr values at rope + h rope_step] * scale. A row that was selected (>= 0) and lies nowhere sets *fault.
+void latent_attention(const Rows& rows, const std::int32_t* selected, const std::int32_t* locs, std::int64_t K, const std::uint16_t* latent,
+                      const float* up, const float* rope, std::int64_t rope_stride, std::int64_t rope_step, std::int64_t Hm, std::int64_t C,
+                      std::int64_t Dr, float scale, float* out, std::int32_t* fault, Stream stream);
+/// totals[0] += hits, totals[1] += misses of a swap's real rows.
+void count_swaps(const Rows& rows, const std::int32_t* hits, const std::int32_t* misses, std::int64_t* totals, Stream stream);
+
+// ---- drafting --------------------------------------------------------------------------------------------------------------------------
+
+/// ids [batch, block]: the last token, then masks.
+void block_ids(const Rows& rows, std::int64_t block, const std::int32_t* last, std::int64_t mask, std::int64_t* ids, Stream stream);
+/// q and k of the block's rows, in place: norm per head, rotary at the absolute position, q scaled.
+void rope_block(const Rows& rows, std::int64_t block, float* qkv, std::int64_t stride, std::int64_t heads, std::int64_t kv_heads,
+                std::int64_t D, const float* q_norm, const float* k_norm, float eps, const float* table, std::int64_t R, float scale,
+                Stream stream);
+/// Row j of a block at position n + j: softmax over the context's pool rows request * pool_step + p, p < n, and the block's own keys; a key at kp
+/// is seen iff kp > n + j - window (0: always).
+void block_attention(const Rows& rows, std::int64_t block, const float* qkv, std::int64_t stride, std::int64_t heads, std::int64_t kv_heads,
+                     std::int64_t D, std::int64_t window, std::int64_t L, const std::uint16_t* k_pool, const std::uint16_t* v_pool,
+                     std::int64_t pool_step, float* out, Stream stream);
+
+// ---- tokens ----------------------------------------------------------------------------------------------------------------------------
+
+/// How ids are chosen from logits (runtime/sampler.hpp, the same numbers).
+struct Choice {
+  std::int64_t V = 0;
+  int eos = 0;
+  double temperature = 0;  // 0: the best id
+  std::uint64_t seed = 0;
+};
+/// One row of the target's logits a window row: its id to out [rows]; with `probabilities` [rows, V], these instead, and the uniforms of acceptance.
+void choose(const Rows& rows, const float* logits, const Choice& choice, const std::uint64_t* keys, std::int64_t* out, double* probabilities,
+            double* uniforms, Stream stream);
+/// The proposals of each request, of rows skip.. of its block's logits [batch, block, V], to candidates [batch, width] columns 1..; DSpark adds
+/// proj . embed[the token before] to each. `probabilities` [batch, block - skip, V]: proposals are drawn.
+struct Markov {
+  const float* embed = nullptr;  // [V, rank]; null: none
+  Matrix proj;
+};
+void propose(const Rows& rows, std::int64_t block, std::int64_t skip, const float* logits, const Choice& choice, const std::uint64_t* keys,
+             const Markov& markov, std::int64_t* candidates, double* probabilities, Stream stream);
+
+// ---- the step ----------------------------------------------------------------------------------------------------------------------------
+
+/// What the device knows of each request, [R].
+struct Tables {
+  std::int32_t *lengths = nullptr, *last = nullptr, *left = nullptr;  // committed tokens; last emitted one, in no state yet; may still be emitted
+  std::uint64_t* keys = nullptr;                                      // the request's name among the uniforms
+  std::int32_t* fault = nullptr;                                      // [1]
+};
+/// Arrays of one step, for up to `batch` requests of `width` rows.
+struct Step {
+  std::int64_t batch = 0, width = 0;
+  std::int32_t* slots = nullptr;  // [batch] in: requests that may be active, -1 none
+  std::int32_t *real = nullptr, *requests = nullptr, *kda_slots = nullptr, *widths = nullptr, *caps = nullptr;  // [1], [batch] ...
+  std::int32_t *positions = nullptr, *ends = nullptr, *locs = nullptr;                                          // [batch, width]
+  std::int64_t *candidates = nullptr, *target = nullptr, *out = nullptr;                                        // [batch, width]
+  std::int64_t* pool_rows = nullptr;                                                                            // [batch, width] request * context + position
+  std::int32_t *accept = nullptr, *accepted = nullptr, *last_step = nullptr;                                    // [batch]
+  Rows rows() const { return {batch, width, real, requests, positions, candidates}; }
+};
+/// The requests that still have tokens to emit come first; their windows; column 0 of the candidates.
+void begin(const Step& step, const Tables& tables, std::int64_t context, Stream stream);
+
+/// What the host reads behind a step, in pinned memory: a ring of `entries` records, written one after the other.
+struct Emitted {
+  std::int32_t *count = nullptr, *request = nullptr, *tokens = nullptr;  // [entries, batch], the same, [entries, batch, width]
+  std::int32_t* fault = nullptr;                                         // [entries]
+  std::int64_t entries = 0, batch = 0, width = 0;
+  std::int32_t* written = nullptr;  // [1], device: records so far
+};
+/// Cuts what was accepted at an EOS, keeps the last token and what is left, and publishes: accepted [batch] are the rows that stand.
+void emit(const Step& step, const Tables& tables, int eos, const Emitted& emitted, Stream stream);
+
+// ---- comparing -------------------------------------------------------------------------------------------------------------------------
+
+/// digest[r] += a hash of request r's words [count] (of 4 bytes) at base + r * step words; lengths given: count words a committed position.
+void add_digest(const void* base, std::int64_t step, std::int64_t count, const std::int32_t* lengths, std::int64_t requests,
+                std::uint64_t salt, std::uint64_t* digest, Stream stream);
+
+}  // namespace specstate::runtime::cuda

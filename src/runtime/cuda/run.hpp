@@ -1,0 +1,18 @@
+#pragma once
+// A run of decoding on the GPU (the other backend of runtime/decode.hpp).
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "runtime/decode.hpp"
+
+namespace specstate::runtime::cuda {
+
+/// For each prompt: committed tokens and the hash of the state, after the prefill and after every step.
+using States = std::vector<std::vector<std::pair<int, std::uint64_t>>>;
+
+/// As runtime::decode. `states`, where given, is filled, at the cost of waiting for every step. Throws Error(kCuda) where there is no GPU.
+Report decode(const Checkpoint& model, const std::vector<std::vector<int>>& prompts, const GenerateOptions& options, Mode mode,
+              const Callbacks& callbacks, States* states);
+
+}  // namespace specstate::runtime::cuda

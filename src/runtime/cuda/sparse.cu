@@ -1,0 +1,239 @@
+// Sparse MLA around the swap: the row that is cached, the indexer's keys and choice, and attention over the rows that the swap made resident.
+#include <algorithm>
+
+#include "cuda/launch.hpp"
+#include "runtime/cuda/math.cuh"
+#include "runtime/cuda/ops.hpp"
+
+namespace specstate::runtime::cuda {
+
+using specstate::cuda::blocks_for;
+using specstate::cuda::launch;
+
+namespace {
+
+using i64 = std::int64_t;
+using i32 = std::int32_t;
+constexpr int kThreads = 128, kRowsOfBlock = kThreads / 32, kWide = 256;
+
+// A warp a row.
+__global__ void __launch_bounds__(kThreads) latent_rows(Rows rows, const float* kv, i64 stride, i64 C, i64 Dr, const float* norm, float eps,
+                                                        const i32* locs, std::uint16_t* to) {
+  const i64 row = i64{blockIdx.x} * kRowsOfBlock + threadIdx.x / 32;
+  if (row >= rows.count() || row / rows.width >= *rows.real || locs[row] < 0) return;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  kv += row * stride, to += i64{locs[row]} * (C + Dr);
+  const float sum = sum_squares(lane, C, [&](i64 i) { return kv[i]; });
+  const float s = 1.0f / sqrtf(sum / static_cast<float>(C) + eps);
+  for (i64 i = lane; i < C + Dr; i += 32) to[i] = to_bits(i < C ? kv[i] * s * norm[i] : kv[i]);
+}
+
+__global__ void __launch_bounds__(kThreads) scatter(const std::uint16_t* from, i64 n, i64 width, const i32* locs, std::uint16_t* to) {
+  const i64 i = i64{blockIdx.x} * kThreads + threadIdx.x;
+  if (i < n * width && locs[i / width] >= 0) to[i64{locs[i / width]} * width + i % width] = from[i];
+}
+
+// A warp a row: LayerNorm as cpu::layer_norm, its deviations computed where they are needed again.
+__global__ void __launch_bounds__(kThreads) key_rows(Rows rows, const float* x, i64 stride, i64 dim, const float* w, const float* b, i64 L,
+                                                     std::uint16_t* keys) {
+  const i64 row = i64{blockIdx.x} * kRowsOfBlock + threadIdx.x / 32;
+  if (row >= rows.count() || row / rows.width >= *rows.real) return;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  x += row * stride, keys += (i64{rows.requests[row / rows.width]} * L + rows.positions[row]) * dim;
+  float sum = 0;
+  for (i64 i = lane; i < dim; i += 32) sum += x[i];
+  const float mean = sum_chains(sum) / static_cast<float>(dim);
+  const float squares = sum_squares(lane, dim, [&](i64 i) { return x[i] - mean; });
+  const float s = 1.0f / sqrtf(squares / static_cast<float>(dim) + 1e-6f);
+  for (i64 i = lane; i < dim; i += 32) keys[i] = to_bits((x[i] - mean) * s * w[i] + b[i]);
+}
+
+/// Orders floats as unsigned integers.
+__device__ std::uint32_t ordered(float x) {
+  const std::uint32_t u = __float_as_uint(x);
+  return u & 0x80000000u ? ~u : u | 0x80000000u;
+}
+
+/// Inclusive sums over the block, in place; `sums` has blockDim.x entries.
+__device__ void prefix(i32* sums) {
+  const int t = static_cast<int>(threadIdx.x);
+  for (int step = 1; step < kWide; step *= 2) {
+    __syncthreads();
+    const i32 before = t >= step ? sums[t - step] : 0;
+    __syncthreads();
+    sums[t] += before;
+  }
+  __syncthreads();
+}
+
+// A block a row. Scores to memory (they stay in L2), then the K-th of them by four rounds of a radix choice, eight bits a round, then
+// positions in rising order: each thread owns a run of neighbours, so ties go to the lower position by counting.
+__global__ void __launch_bounds__(kWide) select_rows(Rows rows, const float* q, i64 stride, i64 weights, i64 Hi, i64 Di, float scale,
+                                                     const std::uint16_t* keys, i64 L, i64 K, float* scores, i32* selected) {
+  __shared__ i32 histogram[256];
+  __shared__ i32 sums[kWide];
+  __shared__ std::uint32_t limit;
+  __shared__ i32 wanted;
+  const i64 row = blockIdx.x, b = row / rows.width;
+  const int t = static_cast<int>(threadIdx.x);
+  selected += row * K;
+  const i64 n = b < *rows.real ? rows.positions[row] + i64{1} : 0;
+  if (n <= K) {
+    for (i64 i = t; i < K; i += kWide) selected[i] = i < n ? static_cast<i32>(i) : -1;
+    return;
+  }
+  q += row * stride, scores += row * L;
+  const std::uint16_t* mine = keys + rows.requests[b] * L * Di;
+  for (i64 p = t; p < n; p += kWide) {
+    float total = 0;
+    for (i64 h = 0; h < Hi; ++h) {
+      float dot = 0;
+      for (i64 i = 0; i < Di; ++i) dot = fmaf(q[h * Di + i], from_bits(mine[p * Di + i]), dot);
+      total = fmaf(q[weights + h] * scale, dot > 0 ? dot : 0.0f, total);
+    }
+    scores[p] = total + 0.0f;
+  }
+  if (t == 0) limit = 0, wanted = static_cast<i32>(K);
+  for (int shift = 24; shift >= 0; shift -= 8) {
+    histogram[t] = 0;
+    __syncthreads();
+    const std::uint32_t high = limit;
+    for (i64 p = t; p < n; p += kWide) {
+      const std::uint32_t u = ordered(scores[p]);
+      if (shift == 24 || u >> (shift + 8) == high >> (shift + 8)) atomicAdd(&histogram[u >> shift & 255], 1);
+    }
+    __syncthreads();
+    if (t == 0) {
+      int bin = 255;
+      i32 left = wanted;
+      while (histogram[bin] < left) left -= histogram[bin--];
+      limit = high | static_cast<std::uint32_t>(bin) << shift, wanted = left;
+    }
+    __syncthreads();
+  }
+  // All scores above the limit are chosen, and the first `wanted` of those that equal it.
+  const i64 run = (n + kWide - 1) / kWide, from = min(n, t * run), to = min(n, from + run);
+  const std::uint32_t at = limit;
+  i32 above = 0, equal = 0;
+  for (i64 p = from; p < to; ++p) {
+    const std::uint32_t u = ordered(scores[p]);
+    above += u > at, equal += u == at;
+  }
+  sums[t] = equal;
+  prefix(sums);
+  const i32 equal_before = sums[t] - equal, taken = max(0, min(equal, wanted - equal_before));
+  __syncthreads();
+  sums[t] = above + taken;
+  prefix(sums);
+  i64 out = sums[t] - above - taken;
+  i32 left = taken;
+  for (i64 p = from; p < to; ++p) {
+    const std::uint32_t u = ordered(scores[p]);
+    if (u > at || (u == at && left-- > 0)) selected[out++] = static_cast<i32>(p);
+  }
+}
+
+/// Sum or maximum over the block in one fixed tree; everyone gets it. `room` has a float for each warp.
+template <bool kMax>
+__device__ float over_block(float x, float* room) {
+  for (int half = 16; half > 0; half /= 2) {
+    const float other = __shfl_xor_sync(kAllLanes, x, half);
+    x = kMax ? fmaxf(x, other) : x + other;
+  }
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = x;
+  __syncthreads();
+  float all = room[0];
+  for (unsigned w = 1; w < blockDim.x / 32; ++w) all = kMax ? fmaxf(all, room[w]) : all + room[w];
+  return all;
+}
+
+// A block a row and head. A warp scores a position, lanes are channels; then every thread owns output channels, and the sum over positions is one
+// chain in the order of the selection, so a row's result depends on what it selected and on nothing else.
+__global__ void __launch_bounds__(kThreads)
+    attend(Rows rows, const i32* selected, const i32* locs, i64 K, const std::uint16_t* latent, const float* up, const float* rope,
+           i64 rope_stride, i64 rope_step, i64 C, i64 Dr, float scale, float* out, i32* fault) {
+  extern __shared__ float4 memory[];
+  float* score = reinterpret_cast<float*>(memory);  // [K], then the query [C + Dr]
+  float* query = score + K;
+  __shared__ float room[kThreads / 32];
+  const i64 row = blockIdx.x, h = blockIdx.y, Hm = gridDim.y, width = C + Dr;
+  const int t = static_cast<int>(threadIdx.x), lane = t % 32, warp = t / 32;
+  out += (row * Hm + h) * C;
+  if (row / rows.width >= *rows.real) {
+    for (i64 i = t; i < C; i += kThreads) out[i] = 0;
+    return;
+  }
+  selected += row * K, locs += row * K;
+  for (i64 i = t; i < width; i += kThreads)
+    query[i] = (i < C ? up[(row * Hm + h) * C + i] : rope[row * rope_stride + h * rope_step + i - C]) * scale;
+  __syncthreads();
+  for (i64 k = warp; k < K; k += kThreads / 32) {
+    if (locs[k] < 0) {
+      if (lane == 0) {
+        score[k] = -INFINITY;
+        if (selected[k] >= 0) *fault = 1;
+      }
+      continue;
+    }
+    const std::uint16_t* kv = latent + i64{locs[k]} * width;
+    float dot = 0;
+    for (i64 i = lane; i < width; i += 32) dot = fmaf(query[i], from_bits(kv[i]), dot);
+    dot = sum_chains(dot);
+    if (lane == 0) score[k] = dot;
+  }
+  __syncthreads();
+  float top = -INFINITY;
+  for (i64 k = t; k < K; k += kThreads) top = fmaxf(top, score[k]);
+  top = over_block<true>(top, room);
+  float sum = 0;
+  for (i64 k = t; k < K; k += kThreads) {
+    const float e = score[k] == -INFINITY ? 0.0f : exponential(score[k] - top);
+    score[k] = e;
+    sum += e;
+  }
+  sum = over_block<false>(sum, room);
+  __syncthreads();
+  const float inverse = 1.0f / sum;
+  for (i64 i = t; i < C; i += kThreads) {
+    float acc = 0;
+    for (i64 k = 0; k < K; ++k)
+      if (locs[k] >= 0) acc = fmaf(score[k], from_bits(latent[i64{locs[k]} * width + i]), acc);
+    out[i] = acc * inverse;
+  }
+}
+
+__global__ void add_counts(Rows rows, const i32* hits, const i32* misses, i64* totals) {
+  for (i64 b = 0; b < *rows.real; ++b) totals[0] += hits[b], totals[1] += misses[b];
+}
+
+}  // namespace
+
+void store_latent(const Rows& rows, const float* kv, i64 stride, i64 C, i64 Dr, const float* norm, float eps, const i32* locs,
+                  std::uint16_t* to, Stream stream) {
+  launch(latent_rows, {blocks_for(rows.count(), kRowsOfBlock), kThreads}, stream, rows, kv, stride, C, Dr, norm, eps, locs, to);
+}
+void scatter_rows(const std::uint16_t* from, i64 n, i64 width, const i32* locs, std::uint16_t* to, Stream stream) {
+  launch(scatter, {blocks_for(n * width, kThreads), kThreads}, stream, from, n, width, locs, to);
+}
+void store_keys(const Rows& rows, const float* x, i64 stride, i64 dim, const float* w, const float* b, i64 L, std::uint16_t* keys,
+                Stream stream) {
+  launch(key_rows, {blocks_for(rows.count(), kRowsOfBlock), kThreads}, stream, rows, x, stride, dim, w, b, L, keys);
+}
+void select(const Rows& rows, const float* q, i64 stride, i64 weights, i64 Hi, i64 Di, float scale, const std::uint16_t* keys, i64 L, i64 K,
+            float* scores, i32* selected, Stream stream) {
+  launch(select_rows, {static_cast<unsigned>(rows.count()), kWide}, stream, rows, q, stride, weights, Hi, Di, scale, keys, L, K, scores,
+         selected);
+}
+void latent_attention(const Rows& rows, const i32* selected, const i32* locs, i64 K, const std::uint16_t* latent, const float* up,
+                      const float* rope, i64 rope_stride, i64 rope_step, i64 Hm, i64 C, i64 Dr, float scale, float* out, i32* fault,
+                      Stream stream) {
+  const dim3 grid(static_cast<unsigned>(rows.count()), static_cast<unsigned>(Hm));
+  launch(attend, {grid, kThreads, static_cast<std::size_t>(K + C + Dr) * 4}, stream, rows, selected, locs, K, latent, up, rope, rope_stride,
+         rope_step, C, Dr, scale, out, fault);
+}
+void count_swaps(const Rows& rows, const i32* hits, const i32* misses, i64* totals, Stream stream) {
+  launch(add_counts, {1, 1}, stream, rows, hits, misses, totals);
+}
+
+}  // namespace specstate::runtime::cuda

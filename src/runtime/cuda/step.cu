@@ -1,0 +1,242 @@
+// What a step decides on the device: which requests take part, which ids follow from logits, what was emitted, what is left.
+#include <algorithm>
+
+#include "cuda/launch.hpp"
+#include "runtime/cuda/math.cuh"
+#include "runtime/cuda/ops.hpp"
+#include "runtime/digest.hpp"
+#include "runtime/sampler.hpp"
+
+namespace specstate::runtime::cuda {
+
+using specstate::cuda::blocks_for;
+using specstate::cuda::launch;
+
+namespace {
+
+using i64 = std::int64_t;
+using i32 = std::int32_t;
+constexpr int kThreads = 256;
+
+// ---- ids from logits -------------------------------------------------------------------------------------------------------------------
+
+/// Working memory of a row: V logits, V probabilities.
+struct Vocabulary {
+  double* p;
+  float* logits;
+};
+__device__ Vocabulary vocabulary(i64 V) {
+  extern __shared__ float4 memory[];
+  double* p = reinterpret_cast<double*>(memory);
+  return {p, reinterpret_cast<float*>(p + V)};
+}
+std::size_t vocabulary_bytes(i64 V) { return static_cast<std::size_t>(V) * 12; }
+
+/// Ids >= 256 other than EOS are never emitted.
+__device__ float allowed(float logit, i64 id, int eos) { return id < 256 || id == eos ? logit : -INFINITY; }
+
+/// The best id of v.logits, the lowest on ties; everyone gets it.
+__device__ int best_of(const Vocabulary& v, i64 V) {
+  __shared__ float values[kThreads];
+  __shared__ int ids[kThreads];
+  const int t = static_cast<int>(threadIdx.x);
+  float value = -INFINITY;
+  int id = 0x7FFFFFFF;
+  for (i64 i = t; i < V; i += kThreads)
+    if (v.logits[i] > value) value = v.logits[i], id = static_cast<int>(i);
+  values[t] = value, ids[t] = id;
+  for (int half = kThreads / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (t < half && (values[t + half] > values[t] || (values[t + half] == values[t] && ids[t + half] < ids[t])))
+      values[t] = values[t + half], ids[t] = ids[t + half];
+  }
+  __syncthreads();
+  const int best = ids[0];
+  __syncthreads();
+  return best < V ? best : 0;
+}
+
+/// v.p = softmax(v.logits / temperature), its sum over rising ids as in sampler.cpp; an id by inverse CDF, valid in thread 0.
+__device__ int draw(const Vocabulary& v, const Choice& c, double u) {
+  __shared__ double sum;
+  const int t = static_cast<int>(threadIdx.x);
+  const double top = v.logits[best_of(v, c.V)];
+  for (i64 i = t; i < c.V; i += kThreads) v.p[i] = exp((v.logits[i] - top) / c.temperature);
+  __syncthreads();
+  if (t == 0) {
+    double s = 0;
+    for (i64 i = 0; i < c.V; ++i) s += v.p[i];
+    sum = s;
+  }
+  __syncthreads();
+  for (i64 i = t; i < c.V; i += kThreads) v.p[i] /= sum;
+  __syncthreads();
+  int last = 0;
+  if (t == 0) {
+    double s = 0;
+    for (i64 i = 0; i < c.V; ++i) {
+      if (!(v.p[i] > 0)) continue;
+      s += v.p[i];
+      last = static_cast<int>(i);
+      if (s > u) break;
+    }
+  }
+  return last;
+}
+
+// A block a window row.
+__global__ void __launch_bounds__(kThreads) choose_rows(Rows rows, const float* logits, Choice c, const std::uint64_t* keys, i64* out,
+                                                        double* probabilities, double* uniforms) {
+  const i64 row = blockIdx.x, b = row / rows.width, j = row % rows.width;
+  const int t = static_cast<int>(threadIdx.x);
+  const Vocabulary v = vocabulary(c.V);
+  const bool real = b < *rows.real;
+  const std::uint64_t key = real ? keys[rows.requests[b]] : 0, position = real ? static_cast<std::uint64_t>(rows.positions[row]) + 1 : 0;
+  for (i64 i = t; i < c.V; i += kThreads) v.logits[i] = real ? allowed(logits[row * c.V + i], i, c.eos) : 0.0f;
+  __syncthreads();
+  if (c.temperature <= 0) {
+    const int id = best_of(v, c.V);
+    if (t == 0) out[row] = id;
+    return;
+  }
+  const int id = draw(v, c, uniform(c.seed, key, position, Draw::kToken));
+  if (t == 0) out[row] = id;
+  if (!probabilities) return;
+  for (i64 i = t; i < c.V; i += kThreads) probabilities[row * c.V + i] = v.p[i];
+  // The final draw has a number of its own; the window's first position names it.
+  if (t == 0)
+    uniforms[row] = j + 1 < rows.width
+                        ? uniform(c.seed, key, position, Draw::kAcceptance)
+                        : uniform(c.seed, key, position - static_cast<std::uint64_t>(j), Draw::kToken);
+}
+
+// A block a request: its proposals one after the other, because DSpark's each correct the next.
+__global__ void __launch_bounds__(kThreads) propose_rows(Rows rows, i64 block, i64 skip, const float* logits, Choice c, const std::uint64_t* keys,
+                                                         Markov markov, i64* candidates, double* probabilities) {
+  __shared__ i64 token;
+  const i64 b = blockIdx.x, rank = markov.proj.k, G = block - skip;
+  const int t = static_cast<int>(threadIdx.x);
+  const Vocabulary v = vocabulary(c.V);
+  candidates += b * rows.width;
+  if (b >= *rows.real) {
+    for (i64 k = t; k < G && k + 1 < rows.width; k += kThreads) candidates[k + 1] = 0;
+    return;
+  }
+  if (t == 0) token = candidates[0];
+  for (i64 k = 0; k < G; ++k) {
+    __syncthreads();
+    const float* before = markov.embed ? markov.embed + token * rank : nullptr;
+    for (i64 i = t; i < c.V; i += kThreads) {
+      float x = logits[(b * block + skip + k) * c.V + i];
+      if (before) {
+        const std::uint32_t* w = markov.proj.words + i / 16 * ((rank + 1) / 2 * 16) + i % 16;
+        float bias = 0;
+        for (i64 r = 0; r < rank; ++r)
+          bias = fmaf(before[r], __uint_as_float(r % 2 ? w[r / 2 * 16] & 0xFFFF0000u : w[r / 2 * 16] << 16), bias);
+        x += bias;
+      }
+      v.logits[i] = allowed(x, i, c.eos);
+    }
+    __syncthreads();
+    int id;
+    if (probabilities) {
+      id = draw(v, c, uniform(c.seed, keys[rows.requests[b]], static_cast<std::uint64_t>(rows.positions[b * rows.width] + 1 + k), Draw::kProposal));
+      for (i64 i = t; i < c.V; i += kThreads) probabilities[(b * G + k) * c.V + i] = v.p[i];
+    } else {
+      id = best_of(v, c.V);
+    }
+    if (t == 0) {
+      token = id;
+      if (k + 1 < rows.width) candidates[k + 1] = id;
+    }
+  }
+}
+
+// ---- the step ----------------------------------------------------------------------------------------------------------------------------
+
+// One block: a batch is small, and its order must be one.
+__global__ void __launch_bounds__(kThreads) begin_step(Step s, Tables tables, i64 context) {
+  __shared__ i32 real;
+  const int t = static_cast<int>(threadIdx.x);
+  if (t == 0) {
+    i32 n = 0;
+    for (i64 i = 0; i < s.batch; ++i)
+      if (const i32 r = s.slots[i]; r >= 0 && tables.left[r] > 0) s.requests[n++] = r;
+    *s.real = real = n;
+  }
+  __syncthreads();
+  for (i64 b = t; b < s.batch; b += kThreads) {
+    const bool in = b < real;
+    if (!in) s.requests[b] = 0;
+    const i32 r = s.requests[b];
+    s.kda_slots[b] = in ? r : -1;
+    s.widths[b] = in ? static_cast<i32>(s.width) : 0;
+    s.caps[b] = in ? min(static_cast<i32>(s.width), tables.left[r]) : 1;
+    for (i64 j = 0; j < s.width; ++j) {
+      const i32 p = in ? tables.lengths[r] + static_cast<i32>(j) : 0;
+      s.positions[b * s.width + j] = p;
+      s.ends[b * s.width + j] = in ? p + 1 : 0;
+      s.pool_rows[b * s.width + j] = in ? r * context + p : -1;
+      s.candidates[b * s.width + j] = in && j == 0 ? tables.last[r] : 0;
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) emit_step(Step s, Tables tables, int eos, Emitted e) {
+  const int t = static_cast<int>(threadIdx.x);
+  const i64 entry = *e.written % e.entries;
+  for (i64 b = t; b < e.batch; b += kThreads) {
+    i32 taken = 0;
+    if (b < *s.real) {
+      const i32 r = s.requests[b];
+      i32 left = tables.left[r], last = tables.last[r];
+      while (taken < s.accept[b] && left > 0) {
+        last = static_cast<i32>(s.out[b * s.width + taken]);
+        e.tokens[(entry * e.batch + b) * e.width + taken] = last;
+        ++taken, --left;
+        if (last == eos) left = 0;
+      }
+      tables.left[r] = left, tables.last[r] = last;
+      e.request[entry * e.batch + b] = r;
+    }
+    e.count[entry * e.batch + b] = taken;
+    if (b < s.batch) s.accepted[b] = taken, s.last_step[b] = taken - 1;
+  }
+  __syncthreads();
+  if (t == 0) e.fault[entry] = *tables.fault, *e.written += 1;
+}
+
+__global__ void __launch_bounds__(kThreads) digest_words(const std::uint32_t* base, i64 step, i64 count, const i32* lengths, std::uint64_t salt,
+                                                         std::uint64_t* digest) {
+  const i64 r = blockIdx.y, n = lengths ? lengths[r] * count : count;
+  std::uint64_t sum = 0;
+  for (i64 i = i64{blockIdx.x} * kThreads + threadIdx.x; i < n; i += i64{gridDim.x} * kThreads)
+    sum += mix64(mix64(salt + static_cast<std::uint64_t>(i)) ^ base[r * step + i]);
+  if (sum) atomicAdd(reinterpret_cast<unsigned long long*>(digest + r), static_cast<unsigned long long>(sum));
+}
+
+}  // namespace
+
+void choose(const Rows& rows, const float* logits, const Choice& choice, const std::uint64_t* keys, i64* out, double* probabilities,
+            double* uniforms, Stream stream) {
+  launch(choose_rows, {static_cast<unsigned>(rows.count()), kThreads, vocabulary_bytes(choice.V)}, stream, rows, logits, choice, keys, out,
+         probabilities, uniforms);
+}
+void propose(const Rows& rows, i64 block, i64 skip, const float* logits, const Choice& choice, const std::uint64_t* keys, const Markov& markov,
+             i64* candidates, double* probabilities, Stream stream) {
+  launch(propose_rows, {static_cast<unsigned>(rows.batch), kThreads, vocabulary_bytes(choice.V)}, stream, rows, block, skip, logits, choice, keys,
+         markov, candidates, probabilities);
+}
+void begin(const Step& step, const Tables& tables, i64 context, Stream stream) {
+  launch(begin_step, {1, kThreads}, stream, step, tables, context);
+}
+void emit(const Step& step, const Tables& tables, int eos, const Emitted& emitted, Stream stream) {
+  launch(emit_step, {1, kThreads}, stream, step, tables, eos, emitted);
+}
+void add_digest(const void* base, i64 step, i64 count, const i32* lengths, i64 requests, std::uint64_t salt, std::uint64_t* digest,
+                Stream stream) {
+  launch(digest_words, {dim3(32, static_cast<unsigned>(requests)), kThreads}, stream, static_cast<const std::uint32_t*>(base), step, count,
+         lengths, salt, digest);
+}
+
+}  // namespace specstate::runtime::cuda
