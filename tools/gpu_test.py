@@ -31,7 +31,7 @@ from run_tests import run_one  # noqa: E402
 
 BUILD = ROOT / "build" / "release"
 EVIDENCE = ROOT / "tests" / "gpu" / "evidence.json"
-FAMILIES = ("hisparse", "kda", "draft_kv", "accept")
+FAMILIES = ("hisparse", "kda", "draft_kv", "accept", "engine")
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 
 
@@ -90,6 +90,7 @@ def pack(folder):
     ours += [p for p in sorted((ROOT / "tests" / "python").glob("*.py")) if not p.name.startswith(("test_", "conftest")) or p.name.startswith("test_kda")]
     ours += sorted((ROOT / "tests" / "gpu" / "sglang").glob("*.py")) + sorted((ROOT / "bench" / "peers").glob("*.py")) + [ROOT / "tools" / "gpu_bench.py"]
     ours += [p for p in sorted((ROOT / "python" / "specstate").rglob("*")) if p.is_file() and "__pycache__" not in p.parts and "lib" not in p.parts]
+    ours += [p for p in sorted((ROOT / "models").rglob("*")) if p.suffix in (".json", ".safetensors", ".txt")]
     for source in ours:
         to = folder / source.relative_to(ROOT)
         to.parent.mkdir(parents=True, exist_ok=True)
