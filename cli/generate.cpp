@@ -86,7 +86,8 @@ int run_generate(const GenerateCommand& command) {
   check_json(command.json);
   if (!command.trace.empty()) check_json(command.trace);
   if (command.device == "cuda") {
-    if (!core::cuda_built()) throw Error(ErrorKind::kNotImplemented, "--device cuda: this build of specstate has no CUDA kernels; use --device cpu.");
+    if (!core::cuda_built())
+      throw Error(ErrorKind::kNotImplemented, "--device cuda: this build of specstate has no CUDA kernels; use --device cpu.");
     if (const CudaReport cuda = probe_cuda(); cuda.devices.empty())
       throw Error(ErrorKind::kCuda, "--device cuda: expected a GPU, got none: " + cuda.problem + ".");
   }

@@ -115,10 +115,14 @@ int run(int argc, char** argv) {
   generate_app->add_option("--force-accept", g.force_accept, "for tests: commit exactly this many tokens a step where they fit")
       ->check(number(1, 1 << 20, "an integer from 1 to 1048576"));
   generate_app->add_flag("--check-lossless", g.check_lossless, "also decode plainly and compare; a difference exits 3");
-  generate_app->add_flag("--deterministic", g.deterministic, "on a GPU: every result has the bits of plain decoding there (implied by --check-lossless)");
-  generate_app->add_option("--start-steps", g.start_steps, "for tests: the step before which each prompt enters the batch, e.g. 0,2,5")->delimiter(',');
-  generate_app->add_option("--drop-steps", g.drop_steps, "for tests: the step before which each prompt is dropped, -1: never")->delimiter(',');
-  generate_app->add_option("--trace", generate.trace, "on a GPU: write where the time of one step goes as Chrome trace JSON")->check(not_empty());
+  generate_app->add_flag("--deterministic", g.deterministic,
+                         "on a GPU: every result has the bits of plain decoding there (implied by --check-lossless)");
+  generate_app->add_option("--start-steps", g.start_steps, "for tests: the step before which each prompt enters the batch, e.g. 0,2,5")
+      ->delimiter(',');
+  generate_app->add_option("--drop-steps", g.drop_steps, "for tests: the step before which each prompt is dropped, -1: never")
+      ->delimiter(',');
+  generate_app->add_option("--trace", generate.trace, "on a GPU: write where the time of one step goes as Chrome trace JSON")
+      ->check(not_empty());
   generate_app->add_option("--json", generate.json, "write the report as JSON to a file, or - for stdout (instead of the text)")
       ->check(not_empty());
 
@@ -130,7 +134,8 @@ int run(int argc, char** argv) {
   BenchOptions bench;
   CLI::App* bench_app = app.add_subcommand("bench", "measure operations beside their floors and peers");
   bench_app
-      ->add_option("family", bench.family, "accept, draft_kv, engine, hisparse, kda, matmul, step or all (which of them depends on the device)")
+      ->add_option("family", bench.family,
+                   "accept, draft_kv, engine, hisparse, kda, matmul, step or all (which of them depends on the device)")
       ->required();
   bench_app->add_option("--device", bench.device, "cpu or cuda")->check(one_of({"cpu", "cuda"}));
   bench_app->add_flag("--quick", bench.quick, "few and short samples: shows that it runs, not how fast");

@@ -31,7 +31,8 @@ constexpr Device kGpu{DeviceType::kCuda, 0, false};
 constexpr i64 kSteps = 8, kAccepted = 4, kRepeats = 20;
 constexpr i64 kKdaLayers = 69, kHeads = 12, kDim = 128;
 constexpr i64 kSparseLayers = 24, kGroup = 4, kAnchors = kSparseLayers / kGroup, kTopK = 2048, kHot = 4096, kTail = 2 * kSteps, kRow = 576;
-constexpr i64 kMisses = 100, kCore = 2300;  // core: positions that every step selects from; fresh ones come back after 20 steps, long evicted
+constexpr i64 kMisses = 100,
+              kCore = 2300;  // core: positions that every step selects from; fresh ones come back after 20 steps, long evicted
 constexpr i64 kDraftLayers = 6, kDraftHeads = 8, kDraftHidden = 7168, kDraftWindow = 4096;
 
 enum Part : unsigned { kWindows = 1, kSwap = 2, kFollow = 4, kVerify = 8, kCommit = 16, kDraft = 32, kAccept = 64, kAll = 127 };
@@ -92,7 +93,8 @@ class World {
     for (const auto& u : unique_) {
       SPECSTATE_CUDA_CHECK(cudaMemcpy(n.data(), u.data, n.size() * 4, cudaMemcpyDeviceToHost));
       for (const i32 x : n)
-        if (x != kMisses) throw Error(ErrorKind::kInternal, "internal error: a step of the benchmark misses " + std::to_string(x) + " rows");
+        if (x != kMisses)
+          throw Error(ErrorKind::kInternal, "internal error: a step of the benchmark misses " + std::to_string(x) + " rows");
     }
   }
 
@@ -142,7 +144,8 @@ class World {
       for (i64 b = 0; b < B_; ++b)
         for (i64 s = 0; s < kSteps; ++s) {
           const std::size_t row = t.size();
-          for (i64 i = kMisses * s / kSteps; i < kMisses * (s + 1) / kSteps; ++i) t.push_back(static_cast<i32>(2 * kHot + repeat * kMisses + i));
+          for (i64 i = kMisses * s / kSteps; i < kMisses * (s + 1) / kSteps; ++i)
+            t.push_back(static_cast<i32>(2 * kHot + repeat * kMisses + i));
           for (i64 i = 0; t.size() < row + kTopK; ++i) t.push_back(static_cast<i32>((i + 137 * s + 31 * repeat) % kCore));
           std::shuffle(t.begin() + static_cast<std::ptrdiff_t>(row), t.end(), random);
         }
@@ -192,7 +195,8 @@ class World {
     open_.locs = memory(B_ * kSteps * 4).view(DType::kInt32, {B_, kSteps});
     accepted_ = accept_window_.accepted = array(DType::kInt32, {B_}, std::vector<i32>(at(B_), kAccepted));
     accept_window_.reserved_rows = accept_window_.host_cache_locs = locs;
-    has_windows_ = refusal([&] { hisparse::open_window(open_); }).empty() && refusal([&] { hisparse::accept_window(accept_window_); }).empty();
+    has_windows_ =
+        refusal([&] { hisparse::open_window(open_); }).empty() && refusal([&] { hisparse::accept_window(accept_window_); }).empty();
   }
 
   void kda() {
@@ -320,8 +324,9 @@ double median(std::vector<double> x) {
 void run(Report& report) {
   Gpu gpu(report);
   const std::vector<std::pair<std::string, unsigned>> parts{
-      {"all", kAll},           {"swap", kSwap},     {"swap_and_follow", kSwap | kFollow}, {"kda_verify", kVerify}, {"kda_commit", kCommit},
-      {"draft_kv", kDraft}, {"windows", kWindows}, {"accept", kAccept}};
+      {"all", kAll},           {"swap", kSwap},         {"swap_and_follow", kSwap | kFollow},
+      {"kda_verify", kVerify}, {"kda_commit", kCommit}, {"draft_kv", kDraft},
+      {"windows", kWindows},   {"accept", kAccept}};
   std::vector<std::pair<i64, i64>> sizes{{1, 131072}, {8, 131072}, {32, 131072}, {64, 32768}};
   if (report.quick()) sizes = {{1, 32768}};
   for (const auto& [requests, context] : sizes) {
@@ -339,7 +344,8 @@ void run(Report& report) {
         if (i == 0) world.expect_misses();
       }
     const Report::Keys keys{{"context", std::to_string(context)}, {"requests", std::to_string(requests)}};
-    const double link = gpu.host_gather_us(kAnchors * requests * kMisses, kRow), links = gpu.host_gather_us(kSparseLayers * requests * kMisses, kRow);
+    const double link = gpu.host_gather_us(kAnchors * requests * kMisses, kRow),
+                 links = gpu.host_gather_us(kSparseLayers * requests * kMisses, kRow);
     for (std::size_t i = 0; i < parts.size(); ++i) {
       if (samples[i].empty()) continue;
       Result r;

@@ -22,8 +22,8 @@ double seconds_since(std::chrono::steady_clock::time_point begin) {
 struct Request {
   const std::vector<int>* prompt = nullptr;
   std::uint64_t key = 0;
-  int limit = 0;  // tokens that may be emitted
-  int last = 0;   // the last emitted token, in no state yet
+  int limit = 0;             // tokens that may be emitted
+  int last = 0;              // the last emitted token, in no state yet
   int start = 0, drop = -1;  // steps, see GenerateOptions
   bool started = false, done = false;
   bool active() const { return started && !done; }

@@ -5,8 +5,8 @@
 #include <cmath>
 #include <map>
 
-#include "core/float_env.hpp"
 #include "core/dispatch.hpp"
+#include "core/float_env.hpp"
 #include "core/match.hpp"
 #include "runtime/cuda/run.hpp"
 #include "runtime/decode.hpp"
@@ -24,7 +24,8 @@ bool same(const RequestReport& r, const RequestReport& plain, const States* stat
   if (!std::equal(r.tokens.begin(), r.tokens.end(), plain.tokens.begin())) return false;
   if (!states) return dropped || r.state_digest == plain.state_digest;
   std::map<int, std::uint64_t> expected(plain_states->begin(), plain_states->end());
-  return std::all_of(states->begin(), states->end(), [&](const auto& s) { return expected.count(s.first) && expected[s.first] == s.second; });
+  return std::all_of(states->begin(), states->end(),
+                     [&](const auto& s) { return expected.count(s.first) && expected[s.first] == s.second; });
 }
 
 }  // namespace
@@ -110,7 +111,8 @@ Report Engine::generate(const std::vector<std::string>& prompts, const GenerateO
     for (std::size_t i = 0; i < tokens.size(); ++i) {
       RequestReport& r = report.requests[i];
       // Plain decoding is its own reference.
-      r.lossless = !plain || same(r, plain->requests[i], states.empty() ? nullptr : &states[i], plain_states.empty() ? nullptr : &plain_states[i]);
+      r.lossless =
+          !plain || same(r, plain->requests[i], states.empty() ? nullptr : &states[i], plain_states.empty() ? nullptr : &plain_states[i]);
       report.lossless = *report.lossless && *r.lossless;
     }
   }

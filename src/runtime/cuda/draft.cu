@@ -51,16 +51,18 @@ __global__ void __launch_bounds__(kThreads)
 
 // A block a row and head. A warp scores a key, lanes are channels; values are summed by as many chains as the block holds copies of a head.
 __global__ void __launch_bounds__(kThreads)
-    attend_block(Rows rows, i64 block, const float* qkv, i64 stride, i64 heads, i64 kv_heads, i64 D, i64 window, const std::uint16_t* k_pool,
-                 const std::uint16_t* v_pool, i64 pool_step, float* out) {
+    attend_block(Rows rows, i64 block, const float* qkv, i64 stride, i64 heads, i64 kv_heads, i64 D, i64 window,
+                 const std::uint16_t* k_pool, const std::uint16_t* v_pool, i64 pool_step, float* out) {
   extern __shared__ float4 memory[];
   float* score = reinterpret_cast<float*>(memory);
   __shared__ float query[kMaxDim], room[kWarps], parts[kThreads];
   const i64 row = blockIdx.x, b = row / block, h = blockIdx.y, kv = h / (heads / kv_heads), step = kv_heads * D;
   if (b >= *rows.real) return;
   const int t = static_cast<int>(threadIdx.x), lane = t % 32, warp = t / 32;
-  const i64 n = rows.positions[b * rows.width], own = n + row % block, first = window ? max(i64{0}, own - window + 1) : 0, total = n + block - first;
-  const std::uint16_t *keys = k_pool + rows.requests[b] * pool_step * step + kv * D, *values = v_pool + rows.requests[b] * pool_step * step + kv * D;
+  const i64 n = rows.positions[b * rows.width], own = n + row % block, first = window ? max(i64{0}, own - window + 1) : 0,
+            total = n + block - first;
+  const std::uint16_t *keys = k_pool + rows.requests[b] * pool_step * step + kv * D,
+                      *values = v_pool + rows.requests[b] * pool_step * step + kv * D;
   const float *block_keys = qkv + b * block * stride + (heads + kv) * D, *block_values = block_keys + kv_heads * D;
   for (i64 i = t; i < D; i += kThreads) query[i] = qkv[row * stride + h * D + i];
   __syncthreads();
@@ -106,10 +108,10 @@ __global__ void __launch_bounds__(kThreads)
 void block_ids(const Rows& rows, i64 block, const i32* last, i64 mask, i64* ids, Stream stream) {
   launch(ids_of_block, {blocks_for(rows.batch * block, kThreads), kThreads}, stream, rows, block, last, mask, ids);
 }
-void rope_block(const Rows& rows, i64 block, float* qkv, i64 stride, i64 heads, i64 kv_heads, i64 D, const float* q_norm, const float* k_norm,
-                float eps, const float* table, i64 R, float scale, Stream stream) {
-  launch(rope, {blocks_for(rows.batch * block * (heads + kv_heads), kWarps), kThreads}, stream, rows, block, qkv, stride, heads, kv_heads, D,
-         q_norm, k_norm, eps, table, R, scale);
+void rope_block(const Rows& rows, i64 block, float* qkv, i64 stride, i64 heads, i64 kv_heads, i64 D, const float* q_norm,
+                const float* k_norm, float eps, const float* table, i64 R, float scale, Stream stream) {
+  launch(rope, {blocks_for(rows.batch * block * (heads + kv_heads), kWarps), kThreads}, stream, rows, block, qkv, stride, heads, kv_heads,
+         D, q_norm, k_norm, eps, table, R, scale);
 }
 void block_attention(const Rows& rows, i64 block, const float* qkv, i64 stride, i64 heads, i64 kv_heads, i64 D, i64 window, i64 L,
                      const std::uint16_t* k_pool, const std::uint16_t* v_pool, i64 pool_step, float* out, Stream stream) {

@@ -1,7 +1,7 @@
-#include "runtime/cuda/drafter.hpp"
-
 #include <algorithm>
 #include <cmath>
+
+#include "runtime/cuda/drafter.hpp"
 
 namespace specstate::runtime::cuda {
 
@@ -19,7 +19,8 @@ Drafter::Drafter(const DraftWeights& weights, const TargetWeights& target, const
                        upload(memory, l.out), upload(memory, l.gate_up), upload(memory, l.down)});
   fc_ = upload(memory, weights.fc), head_ = upload(memory, target.head);
   hidden_norm_ = floats_of(weights.hidden_norm), norm_ = floats_of(weights.norm), embed_ = floats_of(target.embed);
-  if (config_.kind == DrafterKind::kDSpark) markov_embed_ = floats_of(weights.markov_embed), markov_proj_ = upload(memory, weights.markov_proj);
+  if (config_.kind == DrafterKind::kDSpark)
+    markov_embed_ = floats_of(weights.markov_embed), markov_proj_ = upload(memory, weights.markov_proj);
 
   const i64 half = config_.rotary_dim / 2, R = limits_.requests, B = config_.block, d = config_.hidden, F = config_.intermediate;
   const i64 rope_rows = limits_.context + B;
@@ -45,8 +46,8 @@ Drafter::Drafter(const DraftWeights& weights, const TargetWeights& target, const
   const i64 L = config_.layers, N = config_.kv_heads, D = config_.head_dim, pool_rows = R * limits_.context;
   k_view_ = on_gpu(k_pool_, DType::kBFloat16, {L, pool_rows, N, D}), v_view_ = on_gpu(v_pool_, DType::kBFloat16, {L, pool_rows, N, D});
   params_.ctx_hidden = on_gpu(ctx_, DType::kFloat32, {context_rows, d});
-  params_.kv_weight = on_gpu(memory.upload(weights.kv_weight.data(), static_cast<i64>(weights.kv_weight.size()), "weights"), DType::kBFloat16,
-                             {L, 2 * N * D, d});
+  params_.kv_weight = on_gpu(memory.upload(weights.kv_weight.data(), static_cast<i64>(weights.kv_weight.size()), "weights"),
+                             DType::kBFloat16, {L, 2 * N * D, d});
   params_.k_norm_weight = on_gpu(floats_of(weights.k_norms), DType::kFloat32, {L, D});
   params_.eps = on_gpu(floats_of(Floats(at(L), config_.rms_eps)), DType::kFloat32, {L});
   params_.cos_sin_cache = on_gpu(rope_, DType::kFloat32, {rope_rows, config_.rotary_dim});
@@ -80,8 +81,7 @@ void Drafter::materialize(int request, int begin, int count, const float* featur
 void Drafter::propose(const Step& step, const Choice& choice, double* probabilities, Stream stream) {
   const Rows rows = step.rows();
   const i64 B = config_.block, M = step.batch * B, d = config_.hidden, D = config_.head_dim, heads = config_.heads, kv = config_.kv_heads,
-            F = config_.intermediate, width = (heads + 2 * kv) * D, V = config_.vocab,
-            pool = i64{limits_.requests} * limits_.context;
+            F = config_.intermediate, width = (heads + 2 * kv) * D, V = config_.vocab, pool = i64{limits_.requests} * limits_.context;
   block_ids(rows, B, tables_.last, config_.mask_id, ids_, stream);
   embed(embed_, d, ids_, M, x_, stream);
   for (std::size_t l = 0; l < layers_.size(); ++l) {
@@ -91,8 +91,8 @@ void Drafter::propose(const Step& step, const Choice& choice, double* probabilit
     rope_block(rows, B, qkv_, width, heads, kv, D, layer.q_norm, layer.k_norm, config_.rms_eps, rope_, config_.rotary_dim,
                1.0f / std::sqrt(static_cast<float>(D)), stream);
     const i64 before = static_cast<i64>(l) * pool * kv * D;
-    block_attention(rows, B, qkv_, width, heads, kv, D, config_.window[l], limits_.context, k_pool_ + before, v_pool_ + before, limits_.context,
-                    mixed_, stream);
+    block_attention(rows, B, qkv_, width, heads, kv, D, config_.window[l], limits_.context, k_pool_ + before, v_pool_ + before,
+                    limits_.context, mixed_, stream);
     matmul(layer.out, mixed_, heads * D, M, x_, d, stream, x_);
     rms_norm(x_, d, M, d, layer.post_norm, config_.rms_eps, h_, d, stream);
     matmul(layer.gate_up, h_, d, M, wide_, 2 * F, stream);
@@ -102,7 +102,8 @@ void Drafter::propose(const Step& step, const Choice& choice, double* probabilit
   // Rows that predict: all of DSpark's, all but the first of DFlash's.
   rms_norm(x_, d, M, d, norm_, config_.rms_eps, h_, d, stream);
   matmul(head_, h_, d, M, logits_, V, stream);
-  runtime::cuda::propose(rows, B, B - proposals(), logits_, choice, tables_.keys, {markov_embed_, markov_proj_}, step.candidates, probabilities, stream);
+  runtime::cuda::propose(rows, B, B - proposals(), logits_, choice, tables_.keys, {markov_embed_, markov_proj_}, step.candidates,
+                         probabilities, stream);
 }
 
 }  // namespace specstate::runtime::cuda

@@ -79,8 +79,8 @@ void enqueue(const Heads& heads, i64 count, const Matrix& shape, const float* x,
              const float* add, Stream stream) {
   const bool few = rows <= kWarps;
   const i64 rows_of_block = few ? kWarps : 4 * kWarps;
-  const dim3 grid(static_cast<unsigned>((shape.n + kColumns - 1) / kColumns), static_cast<unsigned>((rows + rows_of_block - 1) / rows_of_block),
-                  static_cast<unsigned>(count));
+  const dim3 grid(static_cast<unsigned>((shape.n + kColumns - 1) / kColumns),
+                  static_cast<unsigned>((rows + rows_of_block - 1) / rows_of_block), static_cast<unsigned>(count));
   launch(few ? product<1> : product<4>, {grid, kThreads}, stream, heads, shape.n, shape.k, rows, x, x_stride, y, y_stride, add);
 }
 

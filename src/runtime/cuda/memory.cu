@@ -1,19 +1,20 @@
-#include "runtime/cuda/memory.hpp"
-
 #include <string>
 
 #include "cuda/launch.hpp"
+#include "runtime/cuda/memory.hpp"
 
 namespace specstate::runtime::cuda {
 
 namespace {
-std::int64_t made = 0, failing = -1;
+std::int64_t made = 0, failing = -1, living = 0;
 }
 
 std::int64_t Memory::fail_at(std::int64_t n) {
   failing = n < 0 ? -1 : made + n;
   return made;
 }
+
+std::int64_t Memory::alive() { return living; }
 
 void* Memory::take(std::int64_t bytes, bool pinned, const char* what) {
   const std::size_t size = bytes > 0 ? static_cast<std::size_t>(bytes) : 1;
@@ -28,6 +29,7 @@ void* Memory::take(std::int64_t bytes, bool pinned, const char* what) {
                                          " bytes were taken before).");
   }
   (pinned ? pinned_ : device_).push_back(p);
+  ++living;
   (pinned ? pinned_bytes_ : device_bytes_) += bytes;
   // Work on other streams of ours must not see what was there before.
   SPECSTATE_CUDA_CHECK(cudaMemset(p, 0, size));
@@ -42,6 +44,7 @@ void Memory::copy_in(void* to, const void* from, std::int64_t bytes) {
 
 // Errors of a destructor have nowhere to go: whatever caused them was thrown by the call that met it.
 Memory::~Memory() {
+  living -= static_cast<std::int64_t>(device_.size() + pinned_.size());
   for (void* p : device_) (void)cudaFree(p);
   for (void* p : pinned_) (void)cudaFreeHost(p);
 }
@@ -117,7 +120,8 @@ std::string Trace::json() const {
   for (std::size_t i = 1; i < marks_.size(); ++i) {
     const auto& [name, event] = marks_[i];
     const std::string family = name.substr(0, name.find(':'));
-    text += std::string(i > 1 ? "," : "") + "\n {\"name\": \"" + name + "\", \"cat\": \"" + family + "\", \"ph\": \"X\", \"pid\": 0, \"tid\": \"" + family +
+    text += std::string(i > 1 ? "," : "") + "\n {\"name\": \"" + name + "\", \"cat\": \"" + family +
+            "\", \"ph\": \"X\", \"pid\": 0, \"tid\": \"" + family +
             "\", \"ts\": " + std::to_string(1e3 * marks_[i - 1].second.since(marks_[0].second)) +
             ", \"dur\": " + std::to_string(1e3 * event.since(marks_[i - 1].second)) + "}";
   }

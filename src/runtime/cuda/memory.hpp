@@ -43,6 +43,8 @@ class Memory {
 
   /// For tests: the n-th allocation from now on (0: the next) fails as if there were no memory; < 0: none. Returns how many were made so far.
   static std::int64_t fail_at(std::int64_t n);
+  /// For tests: allocations of this process that were not freed yet.
+  static std::int64_t alive();
 
  private:
   void* take(std::int64_t bytes, bool pinned, const char* what);

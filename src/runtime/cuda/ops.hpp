@@ -45,7 +45,8 @@ void rms_norm(const float* x, std::int64_t x_stride, std::int64_t rows, std::int
 /// act [rows, F] = silu(wide[:, :F]) * wide[:, F:].
 void swiglu(const float* wide, std::int64_t rows, std::int64_t F, float* act, Stream stream);
 /// to [rows, d] with row strides.
-void copy_columns(const float* from, std::int64_t from_stride, std::int64_t rows, std::int64_t d, float* to, std::int64_t to_stride, Stream stream);
+void copy_columns(const float* from, std::int64_t from_stride, std::int64_t rows, std::int64_t d, float* to, std::int64_t to_stride,
+                  Stream stream);
 
 // ---- sparse MLA ----------------------------------------------------------------------------------------------------------------------
 
@@ -53,7 +54,8 @@ void copy_columns(const float* from, std::int64_t from_stride, std::int64_t rows
 void store_latent(const Rows& rows, const float* kv, std::int64_t stride, std::int64_t C, std::int64_t Dr, const float* norm, float eps,
                   const std::int32_t* locs, std::uint16_t* to, Stream stream);
 /// Rows [from_row, from_row + n) of one buffer to rows locs[0..n) of another, `width` bfloat16 each.
-void scatter_rows(const std::uint16_t* from, std::int64_t n, std::int64_t width, const std::int32_t* locs, std::uint16_t* to, Stream stream);
+void scatter_rows(const std::uint16_t* from, std::int64_t n, std::int64_t width, const std::int32_t* locs, std::uint16_t* to,
+                  Stream stream);
 /// Index keys: layernorm(x) as bfloat16 to keys [R, L, dim] at each row's request and position.
 void store_keys(const Rows& rows, const float* x, std::int64_t stride, std::int64_t dim, const float* w, const float* b, std::int64_t L,
                 std::uint16_t* keys, Stream stream);
@@ -93,8 +95,8 @@ struct Choice {
   std::uint64_t seed = 0;
 };
 /// One row of the target's logits a window row: its id to out [rows]; with `probabilities` [rows, V], these instead, and the uniforms of acceptance.
-void choose(const Rows& rows, const float* logits, const Choice& choice, const std::uint64_t* keys, std::int64_t* out, double* probabilities,
-            double* uniforms, Stream stream);
+void choose(const Rows& rows, const float* logits, const Choice& choice, const std::uint64_t* keys, std::int64_t* out,
+            double* probabilities, double* uniforms, Stream stream);
 /// The proposals of each request, of rows skip.. of its block's logits [batch, block, V], to candidates [batch, width] columns 1..; DSpark adds
 /// proj . embed[the token before] to each. `probabilities` [batch, block - skip, V]: proposals are drawn.
 struct Markov {
@@ -108,9 +110,10 @@ void propose(const Rows& rows, std::int64_t block, std::int64_t skip, const floa
 
 /// What the device knows of each request, [R].
 struct Tables {
-  std::int32_t *lengths = nullptr, *last = nullptr, *left = nullptr;  // committed tokens; last emitted one, in no state yet; may still be emitted
-  std::uint64_t* keys = nullptr;                                      // the request's name among the uniforms
-  std::int32_t* fault = nullptr;                                      // [1]
+  std::int32_t *lengths = nullptr, *last = nullptr,
+               *left = nullptr;   // committed tokens; last emitted one, in no state yet; may still be emitted
+  std::uint64_t* keys = nullptr;  // the request's name among the uniforms
+  std::int32_t* fault = nullptr;  // [1]
 };
 /// Arrays of one step, for up to `batch` requests of `width` rows.
 struct Step {
@@ -119,8 +122,8 @@ struct Step {
   std::int32_t *real = nullptr, *requests = nullptr, *kda_slots = nullptr, *widths = nullptr, *caps = nullptr;  // [1], [batch] ...
   std::int32_t *positions = nullptr, *ends = nullptr, *locs = nullptr;                                          // [batch, width]
   std::int64_t *candidates = nullptr, *target = nullptr, *out = nullptr;                                        // [batch, width]
-  std::int64_t* pool_rows = nullptr;                                                                            // [batch, width] request * context + position
-  std::int32_t *accept = nullptr, *accepted = nullptr, *last_step = nullptr;                                    // [batch]
+  std::int64_t* pool_rows = nullptr;                                          // [batch, width] request * context + position
+  std::int32_t *accept = nullptr, *accepted = nullptr, *last_step = nullptr;  // [batch]
   Rows rows() const { return {batch, width, real, requests, positions, candidates}; }
 };
 /// The requests that still have tokens to emit come first; their windows; column 0 of the candidates.

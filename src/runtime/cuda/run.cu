@@ -1,8 +1,6 @@
 // The loop of a run: begin, draft, verify, accept, emit, commit, materialize are enqueued for a whole step, or replayed as the step's graph,
 // and the host reads what a step emitted while the next one runs. Which requests take part, how long they are and when they end is known to the
 // device first: a request that ended is left out by `begin` before the host has heard of it.
-#include "runtime/cuda/run.hpp"
-
 #include <nvtx3/nvToolsExt.h>
 
 #include <algorithm>
@@ -16,6 +14,7 @@
 #include "core/match.hpp"
 #include "runtime/cuda/drafter.hpp"
 #include "runtime/cuda/memory.hpp"
+#include "runtime/cuda/run.hpp"
 #include "runtime/cuda/target.hpp"
 #include "runtime/digest.hpp"
 #include "specstate/accept.hpp"
@@ -26,8 +25,8 @@ namespace {
 
 using i64 = std::int64_t;
 using i32 = std::int32_t;
-constexpr i64 kEntries = 8;       // records of the ring: more than are ever in flight
-constexpr int kMostRequests = 64;  // at once; further prompts wait for a place
+constexpr i64 kEntries = 8;           // records of the ring: more than are ever in flight
+constexpr int kMostRequests = 64;     // at once; further prompts wait for a place
 constexpr int kWarm = 3, kTrial = 8;  // steps of each kind that auto runs, and then measures
 
 std::size_t at(i64 i) { return static_cast<std::size_t>(i); }
@@ -92,12 +91,12 @@ class Run {
   std::vector<std::string> names_;
   double *target_probabilities_ = nullptr, *draft_probabilities_ = nullptr, *uniforms_ = nullptr;
   std::uint64_t *digest_ = nullptr, *digests_ = nullptr;  // [1] device; [prompts] pinned: at their ends
-  i64* totals_ = nullptr;  // pinned, as target_->swap_totals()
-  i32* length_ = nullptr;  // pinned
+  i64* totals_ = nullptr;                                 // pinned, as target_->swap_totals()
+  i32* length_ = nullptr;                                 // pinned
   std::vector<Prompt> prompts_;
-  std::vector<int> prompt_of_;                  // [slots] -1: free
-  std::vector<i32> active_;                     // slots of the last step
-  i32* active_pinned_ = nullptr;                // [entries, slots]
+  std::vector<int> prompt_of_;    // [slots] -1: free
+  std::vector<i32> active_;       // slots of the last step
+  i32* active_pinned_ = nullptr;  // [entries, slots]
   i64 active_changes_ = 0;
   struct Start {
     i32 left;
@@ -136,7 +135,8 @@ Run::Run(const Checkpoint& model, const std::vector<std::vector<int>>& prompts, 
   i64 context = 0;
   for (const auto& p : prompts) context = std::max<i64>(context, static_cast<i64>(p.size()) + options.max_new_tokens);
   context = std::min<i64>(context, config_.max_length) + window_;
-  limits_ = {requests_, options.hot_slots, window_, options.chunk, static_cast<int>(context), options.deterministic || options.check_lossless};
+  limits_ = {requests_,     options.hot_slots,         window_,
+             options.chunk, static_cast<int>(context), options.deterministic || options.check_lossless};
 
   const i64 R = requests_, B = bucket(requests_), W = window_, V = config_.vocab, L = context;
   tables_ = {memory_.device<i32>(R, "tables"), memory_.device<i32>(R, "tables"), memory_.device<i32>(R, "tables"),
@@ -149,17 +149,26 @@ Run::Run(const Checkpoint& model, const std::vector<std::vector<int>>& prompts, 
   const auto ints = [&](i64 n) { return memory_.device<i32>(n, "a step"); };
   const auto longs = [&](i64 n) { return memory_.device<i64>(n, "a step"); };
   all_.batch = B, all_.width = W;
-  for (i32** p : {&all_.slots, &all_.requests, &all_.kda_slots, &all_.widths, &all_.caps, &all_.accept, &all_.accepted, &all_.last_step}) *p = ints(B);
+  for (i32** p : {&all_.slots, &all_.requests, &all_.kda_slots, &all_.widths, &all_.caps, &all_.accept, &all_.accepted, &all_.last_step})
+    *p = ints(B);
   all_.real = ints(1);
   for (i32** p : {&all_.positions, &all_.ends, &all_.locs}) *p = ints(B * W);
   for (i64** p : {&all_.candidates, &all_.target, &all_.out, &all_.pool_rows}) *p = longs(B * W);
-  emitted_ = {memory_.pinned<i32>(kEntries * B, "emitted tokens"), memory_.pinned<i32>(kEntries * B, "emitted tokens"),
-              memory_.pinned<i32>(kEntries * B * W, "emitted tokens"), memory_.pinned<i32>(kEntries, "emitted tokens"), kEntries, B, W, ints(1)};
+  emitted_ = {memory_.pinned<i32>(kEntries * B, "emitted tokens"),
+              memory_.pinned<i32>(kEntries * B, "emitted tokens"),
+              memory_.pinned<i32>(kEntries * B * W, "emitted tokens"),
+              memory_.pinned<i32>(kEntries, "emitted tokens"),
+              kEntries,
+              B,
+              W,
+              ints(1)};
   active_pinned_ = memory_.pinned<i32>(kEntries * B, "requests of a step"), starts_ = memory_.pinned<Start>(R, "requests of a step");
-  digest_ = memory_.device<std::uint64_t>(1, "digests"), digests_ = memory_.pinned<std::uint64_t>(static_cast<i64>(prompts.size()), "digests");
+  digest_ = memory_.device<std::uint64_t>(1, "digests"),
+  digests_ = memory_.pinned<std::uint64_t>(static_cast<i64>(prompts.size()), "digests");
   if (options.sampled_proposals && W > 1) {
     target_probabilities_ = memory_.device<double>(B * W * V, "probabilities");
-    draft_probabilities_ = memory_.device<double>(B * (W - 1) * V, "probabilities"), uniforms_ = memory_.device<double>(B * W, "probabilities");
+    draft_probabilities_ = memory_.device<double>(B * (W - 1) * V, "probabilities"),
+    uniforms_ = memory_.device<double>(B * W, "probabilities");
   }
   std::vector<int> features;
   for (const auto& [of, weights] : {std::pair(Mode::kDSpark, &model.dspark), std::pair(Mode::kDFlash, &model.dflash)}) {
@@ -242,11 +251,14 @@ void Run::start(int prompt) {
     const int count = std::min(options_.chunk, total - begin);
     target_->prefill(p.slot, p.device, begin, count, begin + count == total, s);
     for (const auto& d : drafters_)
-      if (d) d->materialize(p.slot, begin, count, target_->features(), s), report_.draft_kv.tokens_materialized += count, report_.draft_kv.bytes_written += count * d->bytes_of_token();
+      if (d)
+        d->materialize(p.slot, begin, count, target_->features(), s), report_.draft_kv.tokens_materialized += count,
+            report_.draft_kv.bytes_written += count * d->bytes_of_token();
     if (callbacks_.prefill) callbacks_.prefill(at(prompt), begin + count, total);
   }
   const Rows last{1, 1, constants_.one(), constants_.iota + p.slot, constants_.iota + total - 1, p.device + total - 1};
-  choose(last, target_->logits(), {config_.vocab, config_.eos, options_.temperature, options_.seed}, tables_.keys, all_.target, nullptr, nullptr, s);
+  choose(last, target_->logits(), {config_.vocab, config_.eos, options_.temperature, options_.seed}, tables_.keys, all_.target, nullptr,
+         nullptr, s);
   Step first = all_;
   first.batch = first.width = 1;
   first.real = constants_.one(), first.requests = constants_.iota + p.slot, first.accept = constants_.one(), first.out = all_.target;

@@ -17,8 +17,8 @@ using i32 = std::int32_t;
 constexpr int kThreads = 128, kRowsOfBlock = kThreads / 32, kWide = 256;
 
 // A warp a row.
-__global__ void __launch_bounds__(kThreads) latent_rows(Rows rows, const float* kv, i64 stride, i64 C, i64 Dr, const float* norm, float eps,
-                                                        const i32* locs, std::uint16_t* to) {
+__global__ void __launch_bounds__(kThreads)
+    latent_rows(Rows rows, const float* kv, i64 stride, i64 C, i64 Dr, const float* norm, float eps, const i32* locs, std::uint16_t* to) {
   const i64 row = i64{blockIdx.x} * kRowsOfBlock + threadIdx.x / 32;
   if (row >= rows.count() || row / rows.width >= *rows.real || locs[row] < 0) return;
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -34,8 +34,8 @@ __global__ void __launch_bounds__(kThreads) scatter(const std::uint16_t* from, i
 }
 
 // A warp a row: LayerNorm as cpu::layer_norm, its deviations computed where they are needed again.
-__global__ void __launch_bounds__(kThreads) key_rows(Rows rows, const float* x, i64 stride, i64 dim, const float* w, const float* b, i64 L,
-                                                     std::uint16_t* keys) {
+__global__ void __launch_bounds__(kThreads)
+    key_rows(Rows rows, const float* x, i64 stride, i64 dim, const float* w, const float* b, i64 L, std::uint16_t* keys) {
   const i64 row = i64{blockIdx.x} * kRowsOfBlock + threadIdx.x / 32;
   if (row >= rows.count() || row / rows.width >= *rows.real) return;
   const int lane = static_cast<int>(threadIdx.x) % 32;

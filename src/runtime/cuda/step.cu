@@ -85,8 +85,8 @@ __device__ int draw(const Vocabulary& v, const Choice& c, double u) {
 }
 
 // A block a window row.
-__global__ void __launch_bounds__(kThreads) choose_rows(Rows rows, const float* logits, Choice c, const std::uint64_t* keys, i64* out,
-                                                        double* probabilities, double* uniforms) {
+__global__ void __launch_bounds__(kThreads)
+    choose_rows(Rows rows, const float* logits, Choice c, const std::uint64_t* keys, i64* out, double* probabilities, double* uniforms) {
   const i64 row = blockIdx.x, b = row / rows.width, j = row % rows.width;
   const int t = static_cast<int>(threadIdx.x);
   const Vocabulary v = vocabulary(c.V);
@@ -105,14 +105,13 @@ __global__ void __launch_bounds__(kThreads) choose_rows(Rows rows, const float* 
   for (i64 i = t; i < c.V; i += kThreads) probabilities[row * c.V + i] = v.p[i];
   // The final draw has a number of its own; the window's first position names it.
   if (t == 0)
-    uniforms[row] = j + 1 < rows.width
-                        ? uniform(c.seed, key, position, Draw::kAcceptance)
-                        : uniform(c.seed, key, position - static_cast<std::uint64_t>(j), Draw::kToken);
+    uniforms[row] = j + 1 < rows.width ? uniform(c.seed, key, position, Draw::kAcceptance)
+                                       : uniform(c.seed, key, position - static_cast<std::uint64_t>(j), Draw::kToken);
 }
 
 // A block a request: its proposals one after the other, because DSpark's each correct the next.
-__global__ void __launch_bounds__(kThreads) propose_rows(Rows rows, i64 block, i64 skip, const float* logits, Choice c, const std::uint64_t* keys,
-                                                         Markov markov, i64* candidates, double* probabilities) {
+__global__ void __launch_bounds__(kThreads) propose_rows(Rows rows, i64 block, i64 skip, const float* logits, Choice c,
+                                                         const std::uint64_t* keys, Markov markov, i64* candidates, double* probabilities) {
   __shared__ i64 token;
   const i64 b = blockIdx.x, rank = markov.proj.k, G = block - skip;
   const int t = static_cast<int>(threadIdx.x);
@@ -140,7 +139,9 @@ __global__ void __launch_bounds__(kThreads) propose_rows(Rows rows, i64 block, i
     __syncthreads();
     int id;
     if (probabilities) {
-      id = draw(v, c, uniform(c.seed, keys[rows.requests[b]], static_cast<std::uint64_t>(rows.positions[b * rows.width] + 1 + k), Draw::kProposal));
+      id = draw(
+          v, c,
+          uniform(c.seed, keys[rows.requests[b]], static_cast<std::uint64_t>(rows.positions[b * rows.width] + 1 + k), Draw::kProposal));
       for (i64 i = t; i < c.V; i += kThreads) probabilities[(b * G + k) * c.V + i] = v.p[i];
     } else {
       id = best_of(v, c.V);
@@ -206,8 +207,8 @@ __global__ void __launch_bounds__(kThreads) emit_step(Step s, Tables tables, int
   if (t == 0) e.fault[entry] = *tables.fault, *e.written += 1;
 }
 
-__global__ void __launch_bounds__(kThreads) digest_words(const std::uint32_t* base, i64 step, i64 count, const i32* lengths, std::uint64_t salt,
-                                                         std::uint64_t* digest) {
+__global__ void __launch_bounds__(kThreads)
+    digest_words(const std::uint32_t* base, i64 step, i64 count, const i32* lengths, std::uint64_t salt, std::uint64_t* digest) {
   const i64 r = blockIdx.y, n = lengths ? lengths[r] * count : count;
   std::uint64_t sum = 0;
   for (i64 i = i64{blockIdx.x} * kThreads + threadIdx.x; i < n; i += i64{gridDim.x} * kThreads)
@@ -222,10 +223,10 @@ void choose(const Rows& rows, const float* logits, const Choice& choice, const s
   launch(choose_rows, {static_cast<unsigned>(rows.count()), kThreads, vocabulary_bytes(choice.V)}, stream, rows, logits, choice, keys, out,
          probabilities, uniforms);
 }
-void propose(const Rows& rows, i64 block, i64 skip, const float* logits, const Choice& choice, const std::uint64_t* keys, const Markov& markov,
-             i64* candidates, double* probabilities, Stream stream) {
-  launch(propose_rows, {static_cast<unsigned>(rows.batch), kThreads, vocabulary_bytes(choice.V)}, stream, rows, block, skip, logits, choice, keys,
-         markov, candidates, probabilities);
+void propose(const Rows& rows, i64 block, i64 skip, const float* logits, const Choice& choice, const std::uint64_t* keys,
+             const Markov& markov, i64* candidates, double* probabilities, Stream stream) {
+  launch(propose_rows, {static_cast<unsigned>(rows.batch), kThreads, vocabulary_bytes(choice.V)}, stream, rows, block, skip, logits, choice,
+         keys, markov, candidates, probabilities);
 }
 void begin(const Step& step, const Tables& tables, i64 context, Stream stream) {
   launch(begin_step, {1, kThreads}, stream, step, tables, context);

@@ -1,7 +1,7 @@
-#include "runtime/cuda/target.hpp"
-
 #include <algorithm>
 #include <cmath>
+
+#include "runtime/cuda/target.hpp"
 
 namespace specstate::runtime::cuda {
 
@@ -48,8 +48,9 @@ Target::Target(const TargetWeights& weights, const Limits& limits, std::vector<i
     if (from.kda) {
       const KdaWeights& k = *from.kda;
       to.number = kda_layers_++;
-      to.kda = std::make_unique<Kda>(Kda{&k, upload(memory, k.in), upload(memory, k.gate), upload(memory, k.out_gate), upload(memory, k.out),
-                                         floats_of(k.conv), floats_of(k.a_log), floats_of(k.dt_bias), floats_of(k.o_norm)});
+      to.kda =
+          std::make_unique<Kda>(Kda{&k, upload(memory, k.in), upload(memory, k.gate), upload(memory, k.out_gate), upload(memory, k.out),
+                                    floats_of(k.conv), floats_of(k.a_log), floats_of(k.dt_bias), floats_of(k.o_norm)});
       widest = std::max(widest, k.in.n());
     } else {
       const MlaWeights& m = *from.mla;
@@ -108,7 +109,8 @@ Target::Target(const TargetWeights& weights, const Limits& limits, std::vector<i
     const i64 rows = std::max<i64>(R * W, limits_.chunk);  // a prefill chooses for a whole chunk
     s.selected = memory.device<i32>(rows * top_k_, "selections"), s.locs = memory.device<i32>(rows * top_k_, "selections");
     s.miss_src = memory.device<i64>(R * occurrences, "miss plan"), s.miss_dst = memory.device<i32>(R * occurrences, "miss plan");
-    s.miss_count = memory.device<i32>(R, "miss plan"), s.hits = memory.device<i32>(R, "miss plan"), s.misses = memory.device<i32>(R, "miss plan");
+    s.miss_count = memory.device<i32>(R, "miss plan"), s.hits = memory.device<i32>(R, "miss plan"),
+    s.misses = memory.device<i32>(R, "miss plan");
   }
   host_locs_ = memory.device<i64>(R * L, "host rows"), prefill_locs_ = memory.device<i32>(tail_, "host rows");
   totals_ = memory.device<i64>(2 * anchors(), "totals");
@@ -140,12 +142,14 @@ void Target::windows(const TensorView& requests, const TensorView& widths, const
   hisparse::open_window(p, stream);
 }
 
-void Target::accept(const TensorView& requests, const TensorView& widths, const TensorView& real, const TensorView& accepted, Stream stream) {
+void Target::accept(const TensorView& requests, const TensorView& widths, const TensorView& real, const TensorView& accepted,
+                    Stream stream) {
   const i64 R = limits_.requests, L = limits_.context;
   hisparse::AcceptWindowParams p;
   p.groups = groups_.data(), p.num_groups = anchors();
   p.requests = requests, p.widths = widths, p.num_real_reqs = real, p.accepted = accepted;
-  p.lengths = ints(tables_.lengths, {R}), p.reserved_rows = longs(constants_.pool_rows, {R, L}), p.host_cache_locs = longs(host_locs_, {R, L});
+  p.lengths = ints(tables_.lengths, {R}), p.reserved_rows = longs(constants_.pool_rows, {R, L}),
+  p.host_cache_locs = longs(host_locs_, {R, L});
   hisparse::accept_window(p, stream);
 }
 
@@ -163,8 +167,8 @@ void Target::commit(const Step& step, bool in_place, Stream stream) {
   if (!in_place) {
     kda::FoldParams f;
     f.state = floats(state_, {kda_layers_, R, H, D, D});
-    f.rings = {floats(rawv_, {kda_layers_, R, H, W, D}), floats(rawk_, {kda_layers_, R, H, W, D}), floats(ring_g_, {kda_layers_, R, H, W, D}),
-               floats(ring_beta_, {kda_layers_, R, H, W})};
+    f.rings = {floats(rawv_, {kda_layers_, R, H, W, D}), floats(rawk_, {kda_layers_, R, H, W, D}),
+               floats(ring_g_, {kda_layers_, R, H, W, D}), floats(ring_beta_, {kda_layers_, R, H, W})};
     f.slots = ints(step.kda_slots, {B}), f.accept = ints(step.accepted, {B});
     kda::fold(f, stream);
     std::vector<kda::RollbackConvWindowsParams> conv;
@@ -227,8 +231,8 @@ void Target::head(i64 first_row, i64 rows, Stream stream) {
 
 kda::Rings Target::rings(i64 l) const {
   const i64 R = limits_.requests, H = config_.kda_heads, D = config_.kda_dim, W = limits_.window, ring = R * H * W;
-  return {floats(rawv_ + l * ring * D, {R, H, W, D}), floats(rawk_ + l * ring * D, {R, H, W, D}), floats(ring_g_ + l * ring * D, {R, H, W, D}),
-          floats(ring_beta_ + l * ring, {R, H, W})};
+  return {floats(rawv_ + l * ring * D, {R, H, W, D}), floats(rawk_ + l * ring * D, {R, H, W, D}),
+          floats(ring_g_ + l * ring * D, {R, H, W, D}), floats(ring_beta_ + l * ring, {R, H, W})};
 }
 
 // x += o_proj(kda(h)).
@@ -273,12 +277,13 @@ void Target::kda(const Layer& layer, const Rows& rows, const i32* slots, Way way
 
 // x += o_proj(sparse attention(h)) in the absorbed form. A step reads device rows that the swap resolved; a prefill the staged rows of its prompt.
 void Target::mla(const Mla& m, const Rows& rows, const Step* step, Stream stream) {
-  const i64 T = rows.count(), B = rows.batch, W = rows.width, K = top_k_, d = config_.hidden, Hm = config_.mla_heads, C = config_.kv_lora_rank,
-            Dn = config_.nope_dim, Dr = config_.rope_dim, Dv = config_.v_dim, P = m.in.n, Q = Hm * (Dn + Dr), L = limits_.context,
-            R = limits_.requests;
+  const i64 T = rows.count(), B = rows.batch, W = rows.width, K = top_k_, d = config_.hidden, Hm = config_.mla_heads,
+            C = config_.kv_lora_rank, Dn = config_.nope_dim, Dr = config_.rope_dim, Dv = config_.v_dim, P = m.in.n, Q = Hm * (Dn + Dr),
+            L = limits_.context, R = limits_.requests;
   matmul(m.in, h_, d, T, proj_, P, stream);
   std::uint16_t* const device = buffers_[m.layer].device_buffer.as<std::uint16_t>();
-  store_latent(rows, proj_ + Q, P, C, Dr, m.kv_norm, config_.rms_eps, step ? step->locs : rows.positions, step ? device : stage_[m.layer], stream);
+  store_latent(rows, proj_ + Q, P, C, Dr, m.kv_norm, config_.rms_eps, step ? step->locs : rows.positions, step ? device : stage_[m.layer],
+               stream);
   matmul_heads(m.key_up, proj_, P, Dn + Dr, T, query_, Hm * C, C, stream);
   trace_.mark("model: projections");
 
@@ -310,8 +315,8 @@ void Target::mla(const Mla& m, const Rows& rows, const Step* step, Stream stream
     hisparse::replay_plan(p, stream);
     trace_.mark("hisparse: follower");
   }
-  latent_attention(rows, s.selected, step ? s.locs : s.selected, K, step ? device : stage_[m.layer], query_, proj_ + Dn, P, Dn + Dr, Hm, C, Dr,
-                   1.0f / std::sqrt(static_cast<float>(Dn + Dr)), latent_, tables_.fault, stream);
+  latent_attention(rows, s.selected, step ? s.locs : s.selected, K, step ? device : stage_[m.layer], query_, proj_ + Dn, P, Dn + Dr, Hm, C,
+                   Dr, 1.0f / std::sqrt(static_cast<float>(Dn + Dr)), latent_, tables_.fault, stream);
   trace_.mark("model: sparse attention");
   matmul_heads(m.value_up, latent_, Hm * C, C, T, mixed_, Hm * Dv, Dv, stream);
   matmul(m.out, mixed_, Hm * Dv, T, x_, d, stream, x_);

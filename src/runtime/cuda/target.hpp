@@ -25,8 +25,8 @@ struct Limits {
 
 /// Numbers that never change, for calls whose arguments must lie on the device.
 struct Constants {
-  std::int32_t* iota = nullptr;            // [max(L, R, ...)]
-  std::int64_t* pool_rows = nullptr;       // [R, L] request * L + position
+  std::int32_t* iota = nullptr;       // [max(L, R, ...)]
+  std::int64_t* pool_rows = nullptr;  // [R, L] request * L + position
   std::int32_t* one() const { return iota + 1; }
 };
 
@@ -108,7 +108,7 @@ class Target {
   std::vector<std::uint16_t*> stage_, keys_;  // [sparse layers] [L, row]; [anchors] [R, L, Di]
   std::vector<hisparse::KvBuffers> buffers_;  // [sparse layers], grouped by anchor
   std::vector<hisparse::WindowGroup> groups_;
-  std::int64_t* host_locs_;        // [R, L]
+  std::int64_t* host_locs_;  // [R, L]
   std::int32_t *scratch_ = nullptr, *prefill_locs_;
   std::int64_t scratch_rows_ = 0;  // of a request
   struct Selection {

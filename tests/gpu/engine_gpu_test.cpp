@@ -1,0 +1,142 @@
+// The engine on the GPU from inside: its product beside the CPU's, its logits beside the CPU engine's, memory that fails and memory that must not grow.
+// (This test links the library's objects, because the engine's parts are not exported.)
+#include <algorithm>
+#include <cmath>
+#include <random>
+
+#include "cpu/matmul.hpp"
+#include "gpu_test.hpp"
+#include "runtime/checkpoint.hpp"
+#include "runtime/cuda/memory.hpp"
+#include "runtime/cuda/ops.hpp"
+#include "runtime/cuda/run.hpp"
+#include "runtime/cuda/target.hpp"
+#include "runtime/decode.hpp"
+#include "runtime/target.hpp"
+
+namespace specstate::runtime {
+namespace {
+
+using gpu_test::gpu_here;
+
+const Checkpoint& model() {
+  static const Checkpoint m = load_checkpoint(find_embedded_model());
+  return m;
+}
+
+TEST(EngineGpu, ProductsHaveTheBitsOfTheCpu) {
+  SPECSTATE_NEEDS_GPU();
+  std::mt19937 random(1);
+  std::normal_distribution<float> normal;
+  for (const auto& [rows, n, k] :
+       {std::tuple<std::int64_t, std::int64_t, std::int64_t>{1, 264, 192}, {8, 17, 31}, {9, 1200, 192}, {64, 33, 576}, {100, 448, 257}}) {
+    std::vector<core::bfloat16> w(static_cast<std::size_t>(n * k));
+    std::vector<float> x(static_cast<std::size_t>(rows * k)), y(static_cast<std::size_t>(rows * n));
+    for (auto& v : w) v = core::from_float<core::bfloat16>(normal(random));
+    for (auto& v : x) v = normal(random);
+    for (auto& v : y) v = normal(random);
+    const cpu::PackedMatrix packed(w.data(), n, k, DType::kBFloat16);
+    std::vector<float> expected(y.size()), got(y.size(), NAN);
+    cpu::matmul(packed, x.data(), k, rows, expected.data(), n, {.add = y.data(), .add_stride = n});
+    cuda::Memory memory;
+    cuda::Queue queue;
+    const cuda::Matrix m = cuda::upload(memory, packed);
+    float *dx = memory.upload(x.data(), rows * k, "x"), *dy = memory.upload(y.data(), rows * n, "y");
+    cuda::matmul(m, dx, k, rows, dy, n, queue.stream(), dy);
+    queue.wait();
+    SPECSTATE_GPU(cudaMemcpy(got.data(), dy, got.size() * 4, cudaMemcpyDeviceToHost));
+    ASSERT_EQ(std::memcmp(got.data(), expected.data(), got.size() * 4), 0) << rows << " x " << n << " x " << k;
+  }
+}
+
+TEST(EngineGpu, LogitsAreThoseOfTheCpuEngineWithinBounds) {
+  SPECSTATE_NEEDS_GPU();
+  std::mt19937 random(3);
+  std::vector<int> tokens{model().target.config.bos};
+  for (int i = 0; i < 300; ++i) tokens.push_back(static_cast<int>(97 + random() % 26));
+  const int n = static_cast<int>(tokens.size()), V = model().target.config.vocab;
+  Target cpu(model().target, {1, 96, 1, n + 8}, {});
+  cpu.prefill(0, tokens, true);
+
+  cuda::Memory memory;
+  cuda::Queue queue;
+  cuda::Trace trace;
+  const cuda::Limits limits{1, 96, 1, 64, n + 8, true};
+  cuda::Tables tables{memory.device<std::int32_t>(1, ""), memory.device<std::int32_t>(1, ""), memory.device<std::int32_t>(1, ""),
+                      memory.device<std::uint64_t>(1, ""), memory.device<std::int32_t>(1, "")};
+  std::vector<std::int32_t> iota(static_cast<std::size_t>(n + 80));
+  std::vector<std::int64_t> pool(static_cast<std::size_t>(n + 8)), ids(tokens.begin(), tokens.end());
+  for (std::size_t i = 0; i < iota.size(); ++i) iota[i] = static_cast<std::int32_t>(i);
+  for (std::size_t i = 0; i < pool.size(); ++i) pool[i] = static_cast<std::int64_t>(i);
+  const cuda::Constants constants{memory.upload(iota.data(), n + 80, ""), memory.upload(pool.data(), n + 8, "")};
+  cuda::Target gpu(model().target, limits, {}, tables, constants, trace, memory);
+  const std::int64_t* device_ids = memory.upload(ids.data(), n, "");
+  gpu.reset(0, queue.stream());
+  for (int begin = 0; begin < n; begin += 64) gpu.prefill(0, device_ids, begin, std::min(64, n - begin), begin + 64 >= n, queue.stream());
+  queue.wait();
+  std::vector<float> got(static_cast<std::size_t>(V));
+  SPECSTATE_GPU(cudaMemcpy(got.data(), gpu.logits(), got.size() * 4, cudaMemcpyDeviceToHost));
+  float most = 0, largest = 0;
+  for (int i = 0; i < V; ++i) {
+    most = std::max(most, std::fabs(got[static_cast<std::size_t>(i)] - cpu.logits(0)[i]));
+    largest = std::max(largest, std::fabs(cpu.logits(0)[i]));
+  }
+  RecordProperty("largest_difference", std::to_string(most));
+  EXPECT_LT(most, 1e-3f * largest);
+}
+
+std::vector<std::vector<int>> prompts() {
+  return {tokens_of("In the beginning God created", model().target.config), tokens_of("And it came to pass", model().target.config)};
+}
+
+TEST(EngineGpu, EveryAllocationMayFail) {
+  SPECSTATE_NEEDS_GPU();
+  GenerateOptions options;
+  options.max_new_tokens = 8;
+  options.deterministic = true;
+  const std::int64_t before = cuda::Memory::fail_at(-1);
+  const Report good = cuda::decode(model(), prompts(), options, Mode::kDSpark, {}, nullptr);
+  const std::int64_t count = cuda::Memory::fail_at(-1) - before;
+  ASSERT_GT(count, 100);
+  const std::int64_t alive = cuda::Memory::alive();
+  for (std::int64_t i = 0; i < count; i += gpu_test::small() ? 40 : 1) {
+    cuda::Memory::fail_at(i);
+    try {
+      cuda::decode(model(), prompts(), options, Mode::kDSpark, {}, nullptr);
+      ADD_FAILURE() << "allocation " << i << " of " << count << " failed and nobody said so";
+    } catch (const Error& e) {
+      EXPECT_EQ(e.kind(), ErrorKind::kRuntime);
+      EXPECT_NE(std::string(e.what()).find("generate: expected "), std::string::npos) << e.what();
+    }
+    cuda::Memory::fail_at(-1);
+    ASSERT_EQ(cuda::Memory::alive(), alive) << "after allocation " << i;
+  }
+  const Report again = cuda::decode(model(), prompts(), options, Mode::kDSpark, {}, nullptr);
+  for (std::size_t i = 0; i < again.requests.size(); ++i) EXPECT_EQ(again.requests[i].tokens, good.requests[i].tokens);
+}
+
+TEST(EngineGpu, MemoryDoesNotGrow) {
+  SPECSTATE_NEEDS_GPU();
+  // Requests come and go all the time; free memory is looked at while they do, once every graph exists.
+  GenerateOptions options;
+  options.max_new_tokens = gpu_test::small() ? 20 : 3000;
+  options.deterministic = true;
+  std::vector<std::vector<int>> many;
+  for (int i = 0; i < 16; ++i) {
+    many.push_back(tokens_of("Verse " + std::to_string(i), model().target.config));
+    options.start_steps.push_back(5 * i), options.drop_steps.push_back(i % 4 == 3 ? 5 * i + 40 : -1);
+  }
+  std::vector<std::size_t> free;
+  std::size_t emitted = 0, total = 0;
+  Callbacks callbacks;
+  callbacks.text = [&](std::size_t, std::string_view bytes) {
+    if ((emitted += bytes.size()) % 512 < bytes.size()) cudaMemGetInfo(&free.emplace_back(), &total);
+  };
+  cuda::decode(model(), many, options, Mode::kDFlash, callbacks, nullptr);
+  if (gpu_test::small()) return;
+  ASSERT_GT(free.size(), 20u);
+  EXPECT_EQ(free[free.size() / 2], free.back()) << emitted << " bytes were emitted";
+}
+
+}  // namespace
+}  // namespace specstate::runtime
