@@ -27,7 +27,8 @@ nlohmann::ordered_json to_json(const runtime::Report& r) {
   j["mode"] = runtime::name_of(r.mode);
   if (!r.note.empty()) j["note"] = r.note;
   if (r.gpu.device_bytes > 0)
-    j["gpu"] = {{"device_bytes", r.gpu.device_bytes}, {"pinned_bytes", r.gpu.pinned_bytes}, {"graphs", r.gpu.graphs}};
+    j["gpu"] = {
+        {"device_bytes", r.gpu.device_bytes}, {"pinned_bytes", r.gpu.pinned_bytes}, {"graphs", r.gpu.graphs}, {"products", r.gpu.products}};
   if (r.costs.plain > 0)
     j["costs"] = {{"plain_seconds", r.costs.plain},
                   {"dflash_draft_seconds", r.costs.dflash_draft},

@@ -34,6 +34,7 @@ constexpr i64 kSparseLayers = 24, kGroup = 4, kAnchors = kSparseLayers / kGroup,
 constexpr i64 kMisses = 100,
               kCore = 2300;  // core: positions that every step selects from; fresh ones come back after 20 steps, long evicted
 constexpr i64 kDraftLayers = 6, kDraftHeads = 8, kDraftHidden = 7168, kDraftWindow = 4096;
+constexpr i64 kFollowerSms = 16;  // multiprocessors that the followers' copies may take from the layers beside them
 
 enum Part : unsigned { kWindows = 1, kSwap = 2, kFollow = 4, kVerify = 8, kCommit = 16, kDraft = 32, kAccept = 64, kAll = 127 };
 
@@ -181,7 +182,7 @@ class World {
       unique_.push_back(p.unique_misses);
       hisparse::ReplayPlanParams& r = replay_.emplace_back();
       r.miss_src = p.plan.miss_src, r.miss_dst = p.plan.miss_dst, r.miss_count = p.plan.miss_count;
-      r.followers = buffers_.data() + a * kGroup + 1, r.num_followers = kGroup - 1;
+      r.followers = buffers_.data() + a * kGroup + 1, r.num_followers = kGroup - 1, r.sm_budget = kFollowerSms;
       groups_.push_back({p.state, buffers_.data() + a * kGroup, kGroup});
     }
     // Committed lengths grow by 4 a step; a graph of 20 steps ends below the context.

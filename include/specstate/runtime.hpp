@@ -31,7 +31,8 @@ struct GenerateOptions {
   Mode mode = Mode::kAuto;
   /// kCuda: the whole of decoding runs on the first GPU, one graph a step (docs/decisions/0013); throws Error(kCuda) where there is none.
   DeviceType device = DeviceType::kCpu;
-  /// On a GPU: every result has the bits of plain decoding on it (on the CPU that is always so). check_lossless implies it.
+  /// On a GPU: every result has the bits of plain decoding on it (on the CPU that is always so); otherwise matrix products may be cuBLASLt's.
+  /// check_lossless implies it.
   bool deterministic = false;
   int max_new_tokens = 128;  ///< >= 1; generation also ends at EOS and at the end of the model's context
   /// 0: greedy. Else tokens are drawn from softmax(logits / temperature): one uniform number a position, derived from
@@ -87,6 +88,7 @@ struct Report {
   /// What a run on a GPU took: bytes allocated before its first step, and graphs made.
   struct Gpu {
     std::int64_t device_bytes = 0, pinned_bytes = 0, graphs = 0;
+    std::string products;  ///< "row-invariant" or "cuBLASLt"
   } gpu;
   std::string trace;             ///< with options.trace: Chrome trace JSON of one step
   std::optional<bool> lossless;  ///< with check_lossless

@@ -69,7 +69,7 @@ TEST(EngineGpu, LogitsAreThoseOfTheCpuEngineWithinBounds) {
   for (std::size_t i = 0; i < iota.size(); ++i) iota[i] = static_cast<std::int32_t>(i);
   for (std::size_t i = 0; i < pool.size(); ++i) pool[i] = static_cast<std::int64_t>(i);
   const cuda::Constants constants{memory.upload(iota.data(), n + 80, ""), memory.upload(pool.data(), n + 8, "")};
-  cuda::Target gpu(model().target, limits, {}, tables, constants, trace, memory);
+  cuda::Target gpu(model().target, limits, {}, tables, constants, nullptr, trace, memory);
   const std::int64_t* device_ids = memory.upload(ids.data(), n, "");
   gpu.reset(0, queue.stream());
   for (int begin = 0; begin < n; begin += 64) gpu.prefill(0, device_ids, begin, std::min(64, n - begin), begin + 64 >= n, queue.stream());

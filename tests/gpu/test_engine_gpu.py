@@ -82,8 +82,9 @@ def test_small_hot_buffers_and_long_prompts_change_nothing():
 def test_sampled_proposals_and_auto_run():
     report = generate("--prompt", "In the beginning", "--mode", "dspark", "--proposal", "sampled", "--temperature", 0.7, "--max-new-tokens", 64)
     assert len(report["tokens"]) == 64 and report["mean_accepted_length"] > 1
-    report = generate("--prompt", "In the beginning", "--max-new-tokens", 300)
-    plain = generate("--prompt", "In the beginning", "--max-new-tokens", 300, "--mode", "plain")
+    report = generate("--prompt", "In the beginning", "--max-new-tokens", 300, "--deterministic")
+    plain = generate("--prompt", "In the beginning", "--max-new-tokens", 300, "--mode", "plain", "--deterministic")
+    assert plain["gpu"]["products"] == "row-invariant"
     assert report["tokens"] == plain["tokens"] and report["note"].startswith("auto: ")
 
 

@@ -11,13 +11,13 @@ std::size_t at(i64 i) { return static_cast<std::size_t>(i); }
 }  // namespace
 
 Drafter::Drafter(const DraftWeights& weights, const TargetWeights& target, const Limits& limits, const Tables& tables,
-                 const Constants& constants, Memory& memory)
+                 const Constants& constants, specstate::cuda::CublasLt* lt, Memory& memory)
     : config_(weights.config), limits_(limits), tables_(tables), constants_(constants) {
   const auto floats_of = [&](const Floats& v) { return memory.upload(v.data(), static_cast<i64>(v.size()), "weights"); };
   for (const DraftLayerWeights& l : weights.layers)
-    layers_.push_back({floats_of(l.input_norm), floats_of(l.post_norm), floats_of(l.q_norm), floats_of(l.k_norm), upload(memory, l.qkv),
-                       upload(memory, l.out), upload(memory, l.gate_up), upload(memory, l.down)});
-  fc_ = upload(memory, weights.fc), head_ = upload(memory, target.head);
+    layers_.push_back({floats_of(l.input_norm), floats_of(l.post_norm), floats_of(l.q_norm), floats_of(l.k_norm), upload(memory, l.qkv, lt),
+                       upload(memory, l.out, lt), upload(memory, l.gate_up, lt), upload(memory, l.down, lt)});
+  fc_ = upload(memory, weights.fc, lt), head_ = upload(memory, target.head, lt);
   hidden_norm_ = floats_of(weights.hidden_norm), norm_ = floats_of(weights.norm), embed_ = floats_of(target.embed);
   if (config_.kind == DrafterKind::kDSpark)
     markov_embed_ = floats_of(weights.markov_embed), markov_proj_ = upload(memory, weights.markov_proj);

@@ -14,7 +14,7 @@ namespace specstate::runtime::cuda {
 class Drafter {
  public:
   Drafter(const DraftWeights& weights, const TargetWeights& target, const Limits& limits, const Tables& tables, const Constants& constants,
-          Memory& memory);
+          specstate::cuda::CublasLt* lt, Memory& memory);
   int proposals() const { return config_.proposals(); }
   const std::vector<int>& feature_layers() const { return config_.feature_layers; }
   /// Fills columns 1.. of the step's candidates; `probabilities` [batch, G, V]: proposals are drawn from them.

@@ -86,13 +86,20 @@ void enqueue(const Heads& heads, i64 count, const Matrix& shape, const float* x,
 
 }  // namespace
 
-Matrix upload(Memory& memory, const cpu::PackedMatrix& m) {
+Matrix upload(Memory& memory, const cpu::PackedMatrix& m, specstate::cuda::CublasLt* lt) {
   if (m.dtype() != DType::kBFloat16) throw Error(ErrorKind::kInternal, "internal error: the GPU's product takes bfloat16 weights");
   const i64 words = cpu::PackedMatrix::bytes(m.n(), m.k(), m.dtype()) / 4;
-  return {memory.upload(static_cast<const std::uint32_t*>(m.data()), words, "weights"), m.n(), m.k()};
+  Matrix w{memory.upload(static_cast<const std::uint32_t*>(m.data()), words, "weights"), m.n(), m.k()};
+  if (!lt) return w;
+  std::vector<float> dense(static_cast<std::size_t>(m.n() * m.k()));
+  for (i64 r = 0; r < m.n(); ++r)
+    for (i64 c = 0; c < m.k(); ++c) dense[static_cast<std::size_t>(r * m.k() + c)] = m.at(r, c);
+  w.dense = memory.upload(dense.data(), m.n() * m.k(), "weights"), w.lt = lt;
+  return w;
 }
 
 void matmul(const Matrix& w, const float* x, i64 x_stride, i64 rows, float* y, i64 y_stride, Stream stream, const float* add) {
+  if (w.lt && (add == nullptr || add == y)) return w.lt->product(w.dense, w.n, w.k, x, x_stride, rows, y, y_stride, add != nullptr, stream);
   Heads heads{};
   heads.w[0] = w.words;
   enqueue(heads, 1, w, x, x_stride, rows, y, y_stride, add, stream);

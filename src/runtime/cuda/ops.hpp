@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cpu/matmul.hpp"
+#include "cuda/cublaslt.hpp"
 #include "specstate/stream.hpp"
 
 namespace specstate::runtime::cuda {
@@ -17,10 +18,14 @@ class Memory;
 struct Matrix {
   const std::uint32_t* words = nullptr;
   std::int64_t n = 0, k = 0;
+  /// Where the bits need not be plain decoding's: the same as dense float32, and who multiplies it.
+  const float* dense = nullptr;
+  specstate::cuda::CublasLt* lt = nullptr;
 };
-Matrix upload(Memory& memory, const cpu::PackedMatrix& matrix);
+Matrix upload(Memory& memory, const cpu::PackedMatrix& matrix, specstate::cuda::CublasLt* lt = nullptr);
 
-/// y [rows, n] = x [rows, k] w^T (+ add, which may be y): one chain of multiply-adds over rising k an output, as on the CPU.
+/// y [rows, n] = x [rows, k] w^T (+ add, which may be y): one chain of multiply-adds over rising k an output, as on the CPU; or cuBLASLt's product,
+/// where w has it and `add` is nothing or y.
 void matmul(const Matrix& w, const float* x, std::int64_t x_stride, std::int64_t rows, float* y, std::int64_t y_stride, Stream stream,
             const float* add = nullptr);
 /// The same for matrices of one shape, head h at x + h x_step and y + h y_step.

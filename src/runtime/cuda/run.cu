@@ -25,8 +25,9 @@ namespace {
 
 using i64 = std::int64_t;
 using i32 = std::int32_t;
-constexpr i64 kEntries = 8;           // records of the ring: more than are ever in flight
-constexpr int kMostRequests = 64;     // at once; further prompts wait for a place
+constexpr i64 kEntries = 8;        // records of the ring: more than are ever in flight
+constexpr int kMostRequests = 64;  // at once; further prompts wait for a place
+constexpr i64 kWorkspace = i64{4} << 20;
 constexpr int kWarm = 3, kTrial = 8;  // steps of each kind that auto runs, and then measures
 
 std::size_t at(i64 i) { return static_cast<std::size_t>(i); }
@@ -81,6 +82,7 @@ class Run {
   // Memory outlives everything that uses it; the queue waits for its work before memory goes.
   Memory memory_;
   Queue queue_;
+  std::optional<specstate::cuda::CublasLt> lt_;  // where the bits need not be plain decoding's
   Trace trace_;
   Tables tables_;
   Constants constants_;
@@ -170,6 +172,9 @@ Run::Run(const Checkpoint& model, const std::vector<std::vector<int>>& prompts, 
     draft_probabilities_ = memory_.device<double>(B * (W - 1) * V, "probabilities"),
     uniforms_ = memory_.device<double>(B * W, "probabilities");
   }
+  if (!limits_.exact && specstate::cuda::CublasLt::here())
+    lt_.emplace(memory_.device<char>(kWorkspace, "workspace of products"), kWorkspace);
+  report_.gpu.products = lt_ ? "cuBLASLt" : "row-invariant";
   std::vector<int> features;
   for (const auto& [of, weights] : {std::pair(Mode::kDSpark, &model.dspark), std::pair(Mode::kDFlash, &model.dflash)}) {
     if (!weights->has_value() || (mode != of && mode != Mode::kAuto)) continue;
@@ -177,11 +182,11 @@ Run::Run(const Checkpoint& model, const std::vector<std::vector<int>>& prompts, 
     if (!drafters_.empty() &&
         ((*weights)->config.feature_layers != features || (*weights)->config.proposals() != drafters_[0]->proposals()))
       continue;
-    drafters_.push_back(std::make_unique<Drafter>(**weights, model.target, limits_, tables_, constants_, memory_));
+    drafters_.push_back(std::make_unique<Drafter>(**weights, model.target, limits_, tables_, constants_, lt_ ? &*lt_ : nullptr, memory_));
     names_.push_back(name_of(of));
     features = drafters_[0]->feature_layers();
   }
-  target_.emplace(model.target, limits_, features, tables_, constants_, trace_, memory_);
+  target_.emplace(model.target, limits_, features, tables_, constants_, lt_ ? &*lt_ : nullptr, trace_, memory_);
   totals_ = memory_.pinned<i64>(2 * target_->anchors(), "totals"), length_ = memory_.pinned<i32>(1, "totals");
 
   report_.mode = mode;
@@ -461,7 +466,8 @@ Report Run::finish() {
   }
   report_.mean_accepted_length = report_.steps ? static_cast<double>(report_.committed_tokens) / static_cast<double>(report_.steps) : 0.0;
   report_.tokens_per_second = report_.decode_seconds > 0 ? static_cast<double>(report_.committed_tokens) / report_.decode_seconds : 0.0;
-  report_.gpu = {memory_.device_bytes(), memory_.pinned_bytes(), static_cast<i64>(shapes_.size())};
+  report_.gpu.device_bytes = memory_.device_bytes(), report_.gpu.pinned_bytes = memory_.pinned_bytes();
+  report_.gpu.graphs = static_cast<i64>(shapes_.size());
   if (mode_ == Mode::kAuto) {
     const std::size_t most = static_cast<std::size_t>(std::max_element(ran_.begin(), ran_.end()) - ran_.begin());
     report_.mode = most == 0 ? Mode::kPlain : names_[most - 1] == "dspark" ? Mode::kDSpark : Mode::kDFlash;

@@ -25,7 +25,7 @@ TensorView heads_view(const float* data, i64 rows, i64 stride, i64 heads, i64 di
 }  // namespace
 
 Target::Target(const TargetWeights& weights, const Limits& limits, std::vector<int> features, const Tables& tables,
-               const Constants& constants, Trace& trace, Memory& memory)
+               const Constants& constants, specstate::cuda::CublasLt* lt, Trace& trace, Memory& memory)
     : config_(weights.config),
       limits_(limits),
       feature_layers_(std::move(features)),
@@ -38,24 +38,25 @@ Target::Target(const TargetWeights& weights, const Limits& limits, std::vector<i
   const i64 R = limits_.requests, L = limits_.context, W = limits_.window, H = config_.kda_heads, D = config_.kda_dim, d = config_.hidden,
             F = config_.intermediate;
   const auto floats_of = [&](const Floats& v) { return memory.upload(v.data(), static_cast<i64>(v.size()), "weights"); };
-  embed_ = floats_of(weights.embed), norm_ = floats_of(weights.norm), head_ = upload(memory, weights.head);
+  embed_ = floats_of(weights.embed), norm_ = floats_of(weights.norm), head_ = upload(memory, weights.head, lt);
   i64 widest = 0, sparse_layers = 0;
   for (int l = 0; l < config_.layers; ++l) {
     const LayerWeights& from = weights.layers[at(l)];
     Layer& to = layers_.emplace_back();
     to.input_norm = floats_of(from.input_norm), to.post_norm = floats_of(from.post_norm);
-    to.gate_up = upload(memory, from.gate_up), to.down = upload(memory, from.down);
+    to.gate_up = upload(memory, from.gate_up, lt), to.down = upload(memory, from.down, lt);
     if (from.kda) {
       const KdaWeights& k = *from.kda;
       to.number = kda_layers_++;
-      to.kda =
-          std::make_unique<Kda>(Kda{&k, upload(memory, k.in), upload(memory, k.gate), upload(memory, k.out_gate), upload(memory, k.out),
-                                    floats_of(k.conv), floats_of(k.a_log), floats_of(k.dt_bias), floats_of(k.o_norm)});
+      to.kda = std::make_unique<Kda>(Kda{&k, upload(memory, k.in, lt), upload(memory, k.gate, lt), upload(memory, k.out_gate, lt),
+                                         upload(memory, k.out, lt), floats_of(k.conv), floats_of(k.a_log), floats_of(k.dt_bias),
+                                         floats_of(k.o_norm)});
       widest = std::max(widest, k.in.n());
     } else {
       const MlaWeights& m = *from.mla;
       to.mla = std::make_unique<Mla>();
-      to.mla->host = &m, to.mla->in = upload(memory, m.in), to.mla->out = upload(memory, m.out), to.mla->kv_norm = floats_of(m.kv_norm);
+      to.mla->host = &m, to.mla->in = upload(memory, m.in, lt), to.mla->out = upload(memory, m.out, lt),
+      to.mla->kv_norm = floats_of(m.kv_norm);
       for (const PackedMatrix& p : m.key_up) to.mla->key_up.push_back(upload(memory, p));
       for (const PackedMatrix& p : m.value_up) to.mla->value_up.push_back(upload(memory, p));
       to.mla->anchor = config_.anchor_of[at(l)] == l;

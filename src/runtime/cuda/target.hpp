@@ -33,7 +33,7 @@ struct Constants {
 class Target {
  public:
   Target(const TargetWeights& weights, const Limits& limits, std::vector<int> features, const Tables& tables, const Constants& constants,
-         Trace& trace, Memory& memory);
+         specstate::cuda::CublasLt* lt, Trace& trace, Memory& memory);
 
   /// Forgets a request's state.
   void reset(int request, Stream stream);
