@@ -91,8 +91,9 @@ class Kda:
         self.accept = torch.full((B,), ACCEPTED, device="cuda", dtype=torch.int32)
         self.last = (self.accept - 1).to(torch.int64)
         self.slots = self.layer.slots.to(torch.int64)
-        self.pools = types.SimpleNamespace(temporal=torch.empty(0, device="cuda"), intermediate_ssm=None, conv=[self.conv.transpose(-1, -2)],
-                                           intermediate_conv_window=[self.windows.transpose(-1, -2)])  # fmt: skip
+        # Its scatter wants a slot's [channels, 3] dense, its verify takes any strides: as many bytes in the other order, counted once.
+        conv, windows = torch.zeros(KDA_LAYERS, B, 3 * C, 3, **bf), torch.zeros(KDA_LAYERS, B, STEPS, 3 * C, 3, **bf)
+        self.pools = types.SimpleNamespace(temporal=torch.empty(0, device="cuda"), intermediate_ssm=None, conv=[conv], intermediate_conv_window=[windows])
 
     def bytes(self):
         return sum(t.nbytes for t in (self.state, self.conv, self.windows, *self.rings))

@@ -75,6 +75,11 @@ void launch(void (*kernel)(Parameters...), const Launch& shape, Stream stream, A
   SPECSTATE_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...));
 }
 
+/// The dynamic shared memory of a block, as float4 name[]. (An emulation of the GPU has its own, see tests/emulation.)
+#ifndef SPECSTATE_DYNAMIC_SHARED
+#define SPECSTATE_DYNAMIC_SHARED(name) extern __shared__ float4 name[]
+#endif
+
 /// How many blocks of `size` cover `n`; throws for more than a grid holds along x.
 inline unsigned blocks_for(long long n, long long size) {
   const long long blocks = (n + size - 1) / size;

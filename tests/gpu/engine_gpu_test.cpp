@@ -2,6 +2,10 @@
 // (This test links the library's objects, because the engine's parts are not exported.)
 #include <algorithm>
 #include <cmath>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <map>
 #include <random>
 
 #include "cpu/matmul.hpp"
@@ -42,6 +46,7 @@ TEST(EngineGpu, ProductsHaveTheBitsOfTheCpu) {
     cuda::Queue queue;
     const cuda::Matrix m = cuda::upload(memory, packed);
     float *dx = memory.upload(x.data(), rows * k, "x"), *dy = memory.upload(y.data(), rows * n, "y");
+    cuda::Memory::settle();
     cuda::matmul(m, dx, k, rows, dy, n, queue.stream(), dy);
     queue.wait();
     SPECSTATE_GPU(cudaMemcpy(got.data(), dy, got.size() * 4, cudaMemcpyDeviceToHost));
@@ -71,6 +76,7 @@ TEST(EngineGpu, LogitsAreThoseOfTheCpuEngineWithinBounds) {
   const cuda::Constants constants{memory.upload(iota.data(), n + 80, ""), memory.upload(pool.data(), n + 8, "")};
   cuda::Target gpu(model().target, limits, {}, tables, constants, nullptr, trace, memory);
   const std::int64_t* device_ids = memory.upload(ids.data(), n, "");
+  cuda::Memory::settle();
   gpu.reset(0, queue.stream());
   for (int begin = 0; begin < n; begin += 64) gpu.prefill(0, device_ids, begin, std::min(64, n - begin), begin + 64 >= n, queue.stream());
   queue.wait();
@@ -83,6 +89,63 @@ TEST(EngineGpu, LogitsAreThoseOfTheCpuEngineWithinBounds) {
   }
   RecordProperty("largest_difference", std::to_string(most));
   EXPECT_LT(most, 1e-3f * largest);
+}
+
+/// The held-out prompts in batches of 1 to 16.
+std::vector<std::vector<std::vector<int>>> batches() {
+  std::vector<std::filesystem::path> files;
+  for (const auto& e : std::filesystem::directory_iterator(std::filesystem::path(find_embedded_model()) / "prompts"))
+    if (e.file_size() < 3000) files.push_back(e.path());
+  std::sort(files.begin(), files.end());
+  std::vector<std::vector<std::vector<int>>> all;
+  std::size_t next = 0;
+  for (const std::size_t size : {1, 2, 3, 5, 8, 16, 16}) {
+    if (next >= files.size() || (gpu_test::small() && size > 3)) break;
+    all.emplace_back();
+    for (std::size_t i = 0; i < size && next < files.size(); ++i, ++next) {
+      std::ifstream file(files[next]);
+      all.back().push_back(tokens_of({std::istreambuf_iterator<char>(file), {}}, model().target.config));
+    }
+  }
+  return all;
+}
+
+TEST(EngineGpu, HeldOutPromptsAreLosslessAfterEveryStep) {
+  SPECSTATE_NEEDS_GPU();
+  std::size_t count = 0, states_seen = 0;
+  for (const auto& batch : batches()) {
+    count += batch.size();
+    for (const double temperature : {0.0, 0.8}) {
+      GenerateOptions options;
+      options.max_new_tokens = 40, options.deterministic = true, options.temperature = temperature, options.seed = 5;
+      cuda::States plain_states;
+      const Report plain = cuda::decode(model(), batch, options, Mode::kPlain, {}, &plain_states);
+      for (std::size_t i = 0; i < batch.size(); ++i) {
+        options.start_steps.push_back(static_cast<int>(3 * i % 7));
+        options.drop_steps.push_back(i % 5 == 3 ? static_cast<int>(3 * i % 7 + 4) : -1);
+      }
+      for (const Mode mode : {Mode::kDFlash, Mode::kDSpark}) {
+        cuda::States states;
+        const Report report = cuda::decode(model(), batch, options, mode, {}, &states);
+        for (std::size_t i = 0; i < batch.size(); ++i) {
+          const std::vector<int>&got = report.requests[i].tokens, &expected = plain.requests[i].tokens;
+          const bool dropped = report.requests[i].finish == "dropped";
+          ASSERT_TRUE(dropped ? got.size() <= expected.size() : got.size() == expected.size()) << name_of(mode) << " " << i;
+          ASSERT_TRUE(std::equal(got.begin(), got.end(), expected.begin())) << name_of(mode) << " " << temperature << " request " << i;
+          const std::map<int, std::uint64_t> digests(plain_states[i].begin(), plain_states[i].end());
+          ASSERT_FALSE(states[i].empty());
+          for (const auto& [n, digest] : states[i]) {
+            ASSERT_TRUE(digests.count(n)) << n;
+            ASSERT_EQ(digests.at(n), digest) << name_of(mode) << " " << temperature << " request " << i << " at " << n;
+            ++states_seen;
+          }
+        }
+      }
+    }
+  }
+  RecordProperty("prompts", std::to_string(count));
+  RecordProperty("states", std::to_string(states_seen));
+  std::printf("%zu prompts, %zu states after steps\n", count, states_seen);
 }
 
 std::vector<std::vector<int>> prompts() {

@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kThreads)
     attend_block(Rows rows, i64 block, const float* qkv, i64 stride, i64 heads, i64 kv_heads, i64 D, i64 window,
                  const std::uint16_t* k_pool, const std::uint16_t* v_pool, i64 pool_step, float* out) {
-  extern __shared__ float4 memory[];
+  SPECSTATE_DYNAMIC_SHARED(memory);
   float* score = reinterpret_cast<float*>(memory);
   __shared__ float query[kMaxDim], room[kWarps], parts[kThreads];
   const i64 row = blockIdx.x, b = row / block, h = blockIdx.y, kv = h / (heads / kv_heads), step = kv_heads * D;

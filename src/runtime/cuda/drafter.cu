@@ -36,7 +36,7 @@ Drafter::Drafter(const DraftWeights& weights, const TargetWeights& target, const
   const i64 kv = i64{config_.kv_heads} * config_.head_dim, pool = config_.layers * R * limits_.context * kv;
   k_pool_ = memory.device<std::uint16_t>(pool, "draft keys"), v_pool_ = memory.device<std::uint16_t>(pool, "draft values");
 
-  const i64 rows = R * B, context_rows = std::max<i64>(R * limits_.window, limits_.chunk);
+  const i64 rows = limits_.batch * B, context_rows = std::max<i64>(limits_.batch * limits_.window, limits_.chunk);
   const auto activations = [&](i64 n, i64 width) { return memory.device<float>(n * width, "the drafter's activations"); };
   ids_ = memory.device<i64>(rows, "the drafter's activations");
   x_ = activations(rows, d), h_ = activations(rows, d), qkv_ = activations(rows, (config_.heads + 2 * config_.kv_heads) * config_.head_dim);

@@ -31,16 +31,15 @@ void* Memory::take(std::int64_t bytes, bool pinned, const char* what) {
   (pinned ? pinned_ : device_).push_back(p);
   ++living;
   (pinned ? pinned_bytes_ : device_bytes_) += bytes;
-  // Work on other streams of ours must not see what was there before.
   SPECSTATE_CUDA_CHECK(cudaMemset(p, 0, size));
-  SPECSTATE_CUDA_CHECK(cudaDeviceSynchronize());
   return p;
 }
 
 void Memory::copy_in(void* to, const void* from, std::int64_t bytes) {
   SPECSTATE_CUDA_CHECK(cudaMemcpy(to, from, static_cast<std::size_t>(bytes), cudaMemcpyHostToDevice));
-  SPECSTATE_CUDA_CHECK(cudaDeviceSynchronize());  // pageable memory may still be on its way when the copy returns
 }
+
+void Memory::settle() { SPECSTATE_CUDA_CHECK(cudaDeviceSynchronize()); }
 
 // Errors of a destructor have nowhere to go: whatever caused them was thrown by the call that met it.
 Memory::~Memory() {
@@ -49,11 +48,6 @@ Memory::~Memory() {
   for (void* p : pinned_) (void)cudaFreeHost(p);
 }
 
-Device gpu() {
-  int index = 0;
-  SPECSTATE_CUDA_CHECK(cudaGetDevice(&index));
-  return {DeviceType::kCuda, index, false};
-}
 TensorView on_gpu(const void* data, DType dtype, std::initializer_list<std::int64_t> sizes) {
   return TensorView(const_cast<void*>(data), dtype, sizes, gpu());
 }
@@ -85,24 +79,6 @@ float Event::since(const Event& begin) const {
   SPECSTATE_CUDA_CHECK(cudaEventElapsedTime(&ms, begin.event_, event_));
   return ms;
 }
-
-Graph::Graph(const Queue& queue, const std::function<void()>& enqueue) {
-  cudaGraph_t graph = nullptr;
-  SPECSTATE_CUDA_CHECK(cudaStreamBeginCapture(queue.native(), cudaStreamCaptureModeThreadLocal));
-  try {
-    enqueue();
-  } catch (...) {
-    if (cudaStreamEndCapture(queue.native(), &graph) == cudaSuccess) (void)cudaGraphDestroy(graph);
-    (void)cudaGetLastError();
-    throw;
-  }
-  SPECSTATE_CUDA_CHECK(cudaStreamEndCapture(queue.native(), &graph));
-  const cudaError_t error = cudaGraphInstantiate(&exec_, graph, 0);
-  (void)cudaGraphDestroy(graph);
-  SPECSTATE_CUDA_CHECK(error);
-}
-Graph::~Graph() { (void)cudaGraphExecDestroy(exec_); }
-void Graph::launch(const Queue& queue) const { SPECSTATE_CUDA_CHECK(cudaGraphLaunch(exec_, queue.native())); }
 
 void Trace::start(const Queue& queue) {
   marks_.clear();

@@ -36,7 +36,8 @@ class Memory {
     copy_in(to, values, count * static_cast<std::int64_t>(sizeof(T)));
     return to;
   }
-  /// Waits until `bytes` bytes of the host are on the device.
+  /// Until then what was zeroed or uploaded may still be on its way: a stream of ours waits for nothing of that.
+  static void settle();
   static void copy_in(void* to, const void* from, std::int64_t bytes);
   std::int64_t device_bytes() const { return device_bytes_; }
   std::int64_t pinned_bytes() const { return pinned_bytes_; }

@@ -10,7 +10,6 @@
 #include <optional>
 #include <tuple>
 
-#include "core/dispatch.hpp"
 #include "core/match.hpp"
 #include "runtime/cuda/drafter.hpp"
 #include "runtime/cuda/memory.hpp"
@@ -65,10 +64,11 @@ class Run {
   void drop(int prompt);
   void step();
   void enqueue(int batch, int drafter);
+  void publish(int kind);
   void read_behind(i64 most_in_flight);
   void read();
   void end(int prompt, const char* why);
-  void record_state(int prompt);
+  void record_states(i64 entry);
   void choose_shape();
 
   const Checkpoint& model_;
@@ -92,9 +92,10 @@ class Run {
   std::vector<std::unique_ptr<Drafter>> drafters_;
   std::vector<std::string> names_;
   double *target_probabilities_ = nullptr, *draft_probabilities_ = nullptr, *uniforms_ = nullptr;
-  std::uint64_t *digest_ = nullptr, *digests_ = nullptr;  // [1] device; [prompts] pinned: at their ends
-  i64* totals_ = nullptr;                                 // pinned, as target_->swap_totals()
-  i32* length_ = nullptr;                                 // pinned
+  std::uint64_t *digest_ = nullptr, *digests_ = nullptr;  // [R] device; [prompts] pinned: at their ends
+  std::uint64_t* recorded_digests_ = nullptr;             // pinned, [entries, R]
+  i32* recorded_lengths_ = nullptr;
+  i64* totals_ = nullptr;  // pinned, as target_->swap_totals()
   std::vector<Prompt> prompts_;
   std::vector<int> prompt_of_;    // [slots] -1: free
   std::vector<i32> active_;       // slots of the last step
@@ -113,7 +114,8 @@ class Run {
   std::vector<Event> events_;                          // [entries]
   struct InFlight {
     i64 entry;
-    int drafter;  // -2: a prefill
+    int drafter;               // -2: a prefill
+    std::vector<int> prompts;  // of each slot then: it may have another by the time this is read
   };
   std::vector<InFlight> in_flight_;
   i64 written_ = 0, steps_ = 0;
@@ -137,8 +139,9 @@ Run::Run(const Checkpoint& model, const std::vector<std::vector<int>>& prompts, 
   i64 context = 0;
   for (const auto& p : prompts) context = std::max<i64>(context, static_cast<i64>(p.size()) + options.max_new_tokens);
   context = std::min<i64>(context, config_.max_length) + window_;
-  limits_ = {requests_,     options.hot_slots,         window_,
-             options.chunk, static_cast<int>(context), options.deterministic || options.check_lossless};
+  limits_ = {requests_,        options.hot_slots,         window_,
+             options.chunk,    static_cast<int>(context), options.deterministic || options.check_lossless,
+             bucket(requests_)};
 
   const i64 R = requests_, B = bucket(requests_), W = window_, V = config_.vocab, L = context;
   tables_ = {memory_.device<i32>(R, "tables"), memory_.device<i32>(R, "tables"), memory_.device<i32>(R, "tables"),
@@ -165,8 +168,12 @@ Run::Run(const Checkpoint& model, const std::vector<std::vector<int>>& prompts, 
               W,
               ints(1)};
   active_pinned_ = memory_.pinned<i32>(kEntries * B, "requests of a step"), starts_ = memory_.pinned<Start>(R, "requests of a step");
-  digest_ = memory_.device<std::uint64_t>(1, "digests"),
+  digest_ = memory_.device<std::uint64_t>(R, "digests"),
   digests_ = memory_.pinned<std::uint64_t>(static_cast<i64>(prompts.size()), "digests");
+  if (states_) {
+    recorded_digests_ = memory_.pinned<std::uint64_t>(kEntries * R, "digests");
+    recorded_lengths_ = memory_.pinned<i32>(kEntries * R, "digests");
+  }
   if (options.sampled_proposals && W > 1) {
     target_probabilities_ = memory_.device<double>(B * W * V, "probabilities");
     draft_probabilities_ = memory_.device<double>(B * (W - 1) * V, "probabilities"),
@@ -187,7 +194,7 @@ Run::Run(const Checkpoint& model, const std::vector<std::vector<int>>& prompts, 
     features = drafters_[0]->feature_layers();
   }
   target_.emplace(model.target, limits_, features, tables_, constants_, lt_ ? &*lt_ : nullptr, trace_, memory_);
-  totals_ = memory_.pinned<i64>(2 * target_->anchors(), "totals"), length_ = memory_.pinned<i32>(1, "totals");
+  totals_ = memory_.pinned<i64>(2 * target_->anchors(), "totals");
 
   report_.mode = mode;
   report_.requests.resize(prompts.size());
@@ -211,6 +218,7 @@ Run::Run(const Checkpoint& model, const std::vector<std::vector<int>>& prompts, 
   prompt_of_.assign(at(R), -1);
   for (i64 i = 0; i < kEntries; ++i) events_.emplace_back();
   if (states_) states_->assign(prompts.size(), {});
+  Memory::settle();
 
   double prefill_seconds = 0;
   auto begin = std::chrono::steady_clock::now();
@@ -268,11 +276,8 @@ void Run::start(int prompt) {
   first.batch = first.width = 1;
   first.real = constants_.one(), first.requests = constants_.iota + p.slot, first.accept = constants_.one(), first.out = all_.target;
   emit(first, tables_, config_.eos, emitted_, s);
-  const i64 entry = written_++ % kEntries;
-  events_[at(entry)].record(queue_);
-  in_flight_.push_back({entry, -2});
-  if (states_) record_state(prompt);
-  read_behind(states_ ? 0 : 2);
+  publish(-2);
+  read_behind(2);
 }
 
 void Run::drop(int prompt) {
@@ -289,20 +294,19 @@ void Run::end(int prompt, const char* why) {
   report_.requests[at(prompt)].finish = why;
   if (p.slot < 0) return;
   fill(digest_, 0, 8, queue_.stream());
-  target_->digest(p.slot, digest_, queue_.stream());
+  target_->digest(p.slot, 1, digest_, queue_.stream());
   copy(digests_ + prompt, digest_, 8, queue_.stream());
   prompt_of_[at(p.slot)] = -1;
   p.slot = -1;
 }
 
-void Run::record_state(int prompt) {
-  const Prompt& p = prompts_[at(prompt)];
-  fill(digest_, 0, 8, queue_.stream());
-  target_->digest(p.slot, digest_, queue_.stream());
-  copy(digests_ + prompt, digest_, 8, queue_.stream());
-  copy(length_, tables_.lengths + p.slot, 4, queue_.stream());
-  queue_.wait();
-  (*states_)[at(prompt)].emplace_back(*length_, digests_[prompt]);
+/// Lengths and hashes of all requests as the work so far leaves them, into the record of that entry of the ring.
+void Run::record_states(i64 entry) {
+  const i64 R = requests_;
+  fill(digest_, 0, R * 8, queue_.stream());
+  target_->digest(0, requests_, digest_, queue_.stream());
+  copy(recorded_digests_ + entry * R, digest_, R * 8, queue_.stream());
+  copy(recorded_lengths_ + entry * R, tables_.lengths, R * 4, queue_.stream());
 }
 
 // A step's operations, in the order of the reference engine's Run::step.
@@ -369,21 +373,23 @@ void Run::step() {
   if (shape.runs == 0 || traced) {
     enqueue(batch, kind_);
   } else {
-    if (!shape.graph) shape.graph = std::make_unique<Graph>(queue_, [&] { enqueue(batch, kind_); });
+    if (!shape.graph) shape.graph = std::make_unique<Graph>(queue_, [this, batch, kind = kind_] { enqueue(batch, kind); });
     shape.graph->launch(queue_);
   }
   ++shape.runs;
   if (traced) report_.trace = trace_.json(), trace_.stop();
-  const i64 entry = written_++ % kEntries;
-  events_[at(entry)].record(queue_);
-  in_flight_.push_back({entry, kind_});
+  publish(kind_);
   ++steps_, ++ran_[at(kind_ + 1)];
-  if (states_) {
-    for (std::size_t slot = 0; slot < prompt_of_.size(); ++slot)
-      if (prompt_of_[slot] >= 0) record_state(prompt_of_[slot]);
-  }
-  read_behind(states_ ? 0 : 1);
+  read_behind(1);
   if (choosing_) choose_shape();
+}
+
+/// What was enqueued last wrote an entry of the ring.
+void Run::publish(int kind) {
+  const i64 entry = written_++ % kEntries;
+  if (states_) record_states(entry);
+  events_[at(entry)].record(queue_);
+  in_flight_.push_back({entry, kind, prompt_of_});
 }
 
 void Run::read_behind(i64 most_in_flight) {
@@ -391,15 +397,19 @@ void Run::read_behind(i64 most_in_flight) {
 }
 
 void Run::read() {
-  const InFlight f = in_flight_.front();
+  const InFlight f = std::move(in_flight_.front());
   in_flight_.erase(in_flight_.begin());
   events_[at(f.entry)].wait();
   if (emitted_.fault[f.entry]) throw Error(ErrorKind::kInternal, "internal error: a selected position is in no device row");
+  if (states_)
+    for (std::size_t slot = 0; slot < f.prompts.size(); ++slot)
+      if (const int prompt = f.prompts[slot]; prompt >= 0 && !prompts_[at(prompt)].done)
+        (*states_)[at(prompt)].emplace_back(recorded_lengths_[f.entry * requests_ + static_cast<i64>(slot)],
+                                            recorded_digests_[f.entry * requests_ + static_cast<i64>(slot)]);
   for (i64 b = 0; b < emitted_.batch; ++b) {
     const i32 count = emitted_.count[f.entry * emitted_.batch + b];
     if (count <= 0) continue;
-    const int prompt = prompt_of_[at(emitted_.request[f.entry * emitted_.batch + b])];
-    if (prompt < 0) continue;
+    const int prompt = f.prompts[at(emitted_.request[f.entry * emitted_.batch + b])];
     RequestReport& report = report_.requests[at(prompt)];
     const i32* tokens = emitted_.tokens + (f.entry * emitted_.batch + b) * emitted_.width;
     std::string bytes;
@@ -479,9 +489,8 @@ Report Run::finish() {
 
 }  // namespace
 
-Report decode(const Checkpoint& model, const std::vector<std::vector<int>>& prompts, const GenerateOptions& options, Mode mode,
-              const Callbacks& callbacks, States* states) {
-  const core::CudaScope scope({DeviceType::kCuda, 0, false});
+Report run(const Checkpoint& model, const std::vector<std::vector<int>>& prompts, const GenerateOptions& options, Mode mode,
+           const Callbacks& callbacks, States* states) {
   return Run(model, prompts, options, mode, callbacks, states).finish();
 }
 

@@ -14,5 +14,8 @@ using States = std::vector<std::vector<std::pair<int, std::uint64_t>>>;
 /// As runtime::decode. `states`, where given, is filled, at the cost of waiting for every step. Throws Error(kCuda) where there is no GPU.
 Report decode(const Checkpoint& model, const std::vector<std::vector<int>>& prompts, const GenerateOptions& options, Mode mode,
               const Callbacks& callbacks, States* states);
+/// The same on whatever is the current GPU.
+Report run(const Checkpoint& model, const std::vector<std::vector<int>>& prompts, const GenerateOptions& options, Mode mode,
+           const Callbacks& callbacks, States* states);
 
 }  // namespace specstate::runtime::cuda

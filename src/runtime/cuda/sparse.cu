@@ -153,7 +153,7 @@ __device__ float over_block(float x, float* room) {
 __global__ void __launch_bounds__(kThreads)
     attend(Rows rows, const i32* selected, const i32* locs, i64 K, const std::uint16_t* latent, const float* up, const float* rope,
            i64 rope_stride, i64 rope_step, i64 C, i64 Dr, float scale, float* out, i32* fault) {
-  extern __shared__ float4 memory[];
+  SPECSTATE_DYNAMIC_SHARED(memory);
   float* score = reinterpret_cast<float*>(memory);  // [K], then the query [C + Dr]
   float* query = score + K;
   __shared__ float room[kThreads / 32];

@@ -26,7 +26,7 @@ struct Vocabulary {
   float* logits;
 };
 __device__ Vocabulary vocabulary(i64 V) {
-  extern __shared__ float4 memory[];
+  SPECSTATE_DYNAMIC_SHARED(memory);
   double* p = reinterpret_cast<double*>(memory);
   return {p, reinterpret_cast<float*>(p + V)};
 }

@@ -79,7 +79,7 @@ Target::Target(const TargetWeights& weights, const Limits& limits, std::vector<i
   if (W > 1) {
     for (float** ring : {&rawv_, &rawk_, &ring_g_}) *ring = memory.device<float>(states * W * D, "KDA rings");
     ring_beta_ = memory.device<float>(states * W, "KDA rings");
-    for (float*& c : verified_) c = memory.device<float>(states * W * D * kTaps, "KDA verified windows");
+    for (float*& c : verified_) c = memory.device<float>(kda_layers_ * limits_.batch * H * W * D * kTaps, "KDA verified windows");
     ring_bytes_ = 4 * states * W * (3 * D + 1);
     snapshot_bytes_ = 4 * states * W * D * D - ring_bytes_;
   }
@@ -106,17 +106,17 @@ Target::Target(const TargetWeights& weights, const Limits& limits, std::vector<i
     g.state = hisparse::swap_state_view(shape, memory.device<char>(hisparse::swap_state_bytes(shape), "swap state"), gpu());
     Memory::copy_in(g.state.slot_locs.data, slot_locs.data(), static_cast<i64>(slot_locs.size()) * 4);
     Selection& s = selections_.emplace_back();
-    const i64 occurrences = W * top_k_;
-    const i64 rows = std::max<i64>(R * W, limits_.chunk);  // a prefill chooses for a whole chunk
+    const i64 occurrences = W * top_k_, B = limits_.batch;
+    const i64 rows = std::max<i64>(limits_.batch * W, limits_.chunk);  // a prefill chooses for a whole chunk
     s.selected = memory.device<i32>(rows * top_k_, "selections"), s.locs = memory.device<i32>(rows * top_k_, "selections");
-    s.miss_src = memory.device<i64>(R * occurrences, "miss plan"), s.miss_dst = memory.device<i32>(R * occurrences, "miss plan");
-    s.miss_count = memory.device<i32>(R, "miss plan"), s.hits = memory.device<i32>(R, "miss plan"),
-    s.misses = memory.device<i32>(R, "miss plan");
+    s.miss_src = memory.device<i64>(B * occurrences, "miss plan"), s.miss_dst = memory.device<i32>(B * occurrences, "miss plan");
+    s.miss_count = memory.device<i32>(B, "miss plan"), s.hits = memory.device<i32>(B, "miss plan"),
+    s.misses = memory.device<i32>(B, "miss plan");
   }
   host_locs_ = memory.device<i64>(R * L, "host rows"), prefill_locs_ = memory.device<i32>(tail_, "host rows");
   totals_ = memory.device<i64>(2 * anchors(), "totals");
 
-  const i64 rows = std::max<i64>(R * W, limits_.chunk), Hm = config_.mla_heads, C = config_.kv_lora_rank;
+  const i64 rows = std::max<i64>(limits_.batch * W, limits_.chunk), Hm = config_.mla_heads, C = config_.kv_lora_rank;
   const auto activations = [&](i64 width) { return memory.device<float>(rows * width, "activations"); };
   x_ = activations(d), h_ = activations(d), proj_ = activations(widest), gate_ = activations(H * D), out_gate_ = activations(H * D);
   mixed_ = activations(std::max(H * D, Hm * config_.v_dim)), query_ = activations(Hm * C), latent_ = activations(Hm * C);
@@ -177,7 +177,7 @@ void Target::commit(const Step& step, bool in_place, Stream stream) {
       for (int i = 0; i < 3; ++i) {
         kda::RollbackConvWindowsParams& c = conv.emplace_back();
         c.pool = floats(conv_[i] + l * R * HD * kTaps, {R, HD, kTaps});
-        c.windows = floats(verified_[i] + l * R * W * HD * kTaps, {R, W, HD, kTaps});
+        c.windows = floats(verified_[i] + l * limits_.batch * W * HD * kTaps, {limits_.batch, W, HD, kTaps});
         c.slots = ints(step.kda_slots, {B}), c.last_correct_step = ints(step.last_step, {B});
       }
     kda::rollback_conv_windows(conv.data(), static_cast<i64>(conv.size()), stream);
@@ -251,7 +251,7 @@ void Target::kda(const Layer& layer, const Rows& rows, const i32* slots, Way way
   for (i64 i = 0; i < 3; ++i) {
     *taps[i] = floats(k.conv + i * HD * 4, {HD, 4});
     *before[i] = floats(conv_[i] + l * R * HD * kTaps, {R, HD, kTaps});
-    if (way == Way::kVerify) *after[i] = floats(verified_[i] + l * R * W * HD * kTaps, {R, W, HD, kTaps});
+    if (way == Way::kVerify) *after[i] = floats(verified_[i] + l * limits_.batch * W * HD * kTaps, {limits_.batch, W, HD, kTaps});
   }
   p.g = heads_view(gate_, T, HD, H, D);
   p.beta = floats(proj_ + 3 * HD + rf + rg, {T, H});
@@ -324,20 +324,22 @@ void Target::mla(const Mla& m, const Rows& rows, const Step* step, Stream stream
   trace_.mark("model: projections");
 }
 
-void Target::digest(int request, std::uint64_t* out, Stream stream) const {
-  const i64 R = limits_.requests, L = limits_.context, HD = i64{config_.kda_heads} * config_.kda_dim, D = config_.kda_dim;
+void Target::digest(int first, int count, std::uint64_t* out, Stream stream) const {
+  const i64 R = limits_.requests, L = limits_.context, HD = i64{config_.kda_heads} * config_.kda_dim, D = config_.kda_dim,
+            Di = config_.index_dim;
   std::uint64_t salt = 0;
-  const auto add = [&](const void* base, i64 words, const i32* lengths) {
-    add_digest(base, 0, words, lengths, 1, salt += std::uint64_t{1} << 40, out, stream);
+  // Words of a request that lie one behind the other, or so many a committed position.
+  const auto add = [&](const void* base, i64 step, i64 words, bool positions) {
+    add_digest(static_cast<const std::uint32_t*>(base) + first * step, step, words, positions ? tables_.lengths + first : nullptr, count,
+               salt += std::uint64_t{1} << 40, out, stream);
   };
-  const i32* const length = tables_.lengths + request;
-  add(length, 1, nullptr);
+  add(tables_.lengths, 1, 1, false);
   for (i64 l = 0; l < kda_layers_; ++l) {
-    add(state_ + (l * R + request) * HD * D, HD * D, nullptr);
-    for (const float* c : conv_) add(c + (l * R + request) * HD * kTaps, HD * kTaps, nullptr);
+    add(state_ + l * R * HD * D, HD * D, HD * D, false);
+    for (const float* c : conv_) add(c + l * R * HD * kTaps, HD * kTaps, HD * kTaps, false);
   }
-  for (const hisparse::KvBuffers& b : buffers_) add(b.host_cache.as<std::uint16_t>() + request * L * row_, row_ / 2, length);
-  for (const std::uint16_t* k : keys_) add(k + request * L * config_.index_dim, config_.index_dim / 2, length);
+  for (const hisparse::KvBuffers& b : buffers_) add(b.host_cache.data, L * row_ / 2, row_ / 2, true);
+  for (const std::uint16_t* k : keys_) add(k, L * Di / 2, Di / 2, true);
 }
 
 }  // namespace specstate::runtime::cuda

@@ -21,6 +21,7 @@ struct Limits {
   int chunk = 64;      // most rows of a prefill call
   int context = 0;     // L, positions that a request can have, an open window included
   bool exact = true;   // outputs of a verify have the bits of plain decoding's
+  int batch = 1;       // most windows of a step: R or more, those beyond the active requests are padding
 };
 
 /// Numbers that never change, for calls whose arguments must lie on the device.
@@ -47,8 +48,8 @@ class Target {
   const float* logits() const { return logits_; }
   const float* features() const { return features_; }
   std::int64_t feature_width() const { return static_cast<std::int64_t>(feature_layers_.size()) * config_.hidden; }
-  /// *out += a hash of everything of a request that is committed.
-  void digest(int request, std::uint64_t* out, Stream stream) const;
+  /// out[r] += a hash of everything that is committed of requests first .. first + count - 1.
+  void digest(int first, int count, std::uint64_t* out, Stream stream) const;
   /// [anchors, 2] hits and misses so far, in device memory.
   const std::int64_t* swap_totals() const { return totals_; }
   std::int64_t anchors() const { return static_cast<std::int64_t>(groups_.size()); }
@@ -102,7 +103,7 @@ class Target {
   Matrix head_;
   std::vector<Layer> layers_;
   // KDA state, all layers in one array each: state [Lk, R, H, D, D], windows of q, k, v [Lk, R, HD, 3], rings [Lk, R, H, W, D], verified windows
-  // [Lk, R, W, HD, 3].
+  // [Lk, batch, W, HD, 3].
   float *state_, *conv_[3], *rawv_, *rawk_, *ring_g_, *ring_beta_, *verified_[3];
   // Sparse KV: rows on both sides, the rows of the prompt that is being read, one native swap state an anchor.
   std::vector<std::uint16_t*> stage_, keys_;  // [sparse layers] [L, row]; [anchors] [R, L, Di]
