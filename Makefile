@@ -1,6 +1,6 @@
 # The front door. Each target sets up what it needs (tools/bootstrap), works a second time, and offline from then on.
 .DEFAULT_GOAL := help
-.PHONY: help demo test build bench lint format wheel gpu-test gpu-bench clean
+.PHONY: help demo test build bench lint format wheel gpu-test gpu-bench cuda-archs clean
 
 CCACHE := $(shell command -v ccache 2>/dev/null)
 # $(call configure,PRESET): quiet unless it fails.
@@ -43,6 +43,9 @@ wheel:  ## the Python wheel, into dist/
 
 gpu-test: build  ## every CUDA test and the GPU sanitizers, on a machine with an NVIDIA GPU; recorded in tests/gpu/evidence.json
 	@.venv/bin/python3 tools/gpu_test.py $(TEST_FLAGS)
+
+cuda-archs: build  ## do the CUDA sources compile for sm_80, sm_100 and sm_120 too? needs nvcc, no GPU; ONLY=/kda/ for one family
+	@.venv/bin/python3 tools/cuda_archs.py --only "$(ONLY)"
 
 gpu-bench: build  ## the benchmark on a GPU, recorded in bench/results/; WHEEL=FOLDER (sglang 0.5.23, unpacked) measures its kernels beside ours
 	@.venv/bin/python3 tools/gpu_bench.py --wheel "$(WHEEL)"
