@@ -206,6 +206,11 @@ struct Case {
     verify(p);
     return taken(outputs());
   }
+  /// No tokens wait for a deferred fold.
+  bool settled() {
+    const auto counts = taken({"pending"}).at("pending");
+    return std::all_of(counts.begin(), counts.end(), [](unsigned char byte) { return byte == 0; });
+  }
   std::map<std::string, std::vector<unsigned char>> taken(const std::vector<std::string>& names) {
     EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess) << cudaGetErrorString(cudaGetLastError());
     std::map<std::string, std::vector<unsigned char>> all;
@@ -304,10 +309,11 @@ TEST_F(KdaGpu, AgreesWithTheCpu) {
     for (bool snapshots : {false, true}) {
       o.snapshots = snapshots;
       Case c(o);
+      const auto exact_gpu = c.on_gpu(true), fast_gpu = c.on_gpu(false);
+      for (const auto& name : c.outputs()) c.b[name].poison();
+      verify(c.verify_params(false));
       for (bool exact : {true, false}) {
-        const auto gpu = c.on_gpu(exact);
-        for (const auto& name : c.outputs()) c.b[name].poison();
-        verify(c.verify_params(false));
+        const auto& gpu = exact ? exact_gpu : fast_gpu;
         std::string line = o.name() + (exact ? " exact" : "");
         for (const auto& name : c.outputs()) {
           const Buffer& x = c.b[name];
@@ -320,7 +326,8 @@ TEST_F(KdaGpu, AgreesWithTheCpu) {
             else
               EXPECT_LT(d.relative, 2e-6) << line << " " << name;
           }
-          if (name == "ring_g" || name == "ring_beta") EXPECT_LT(d.elementwise, 2e-6) << line << " " << name;
+          // Each is within 2e-6 of the truth (test_kda_gpu.py).
+          if (name == "ring_g" || name == "ring_beta") EXPECT_LT(d.elementwise, 4e-6) << line << " " << name;
           if (name == "snapshots") EXPECT_LT(d.relative, o.act_bf16 || o.state_bf16 ? 8e-3 : 3e-6) << line << " " << name;
           if (name == "out") {
             if (o.act_bf16)
@@ -461,6 +468,88 @@ TEST_F(KdaGpu, TreePathsAreChains) {
   }
 }
 
+/// Trees from a frozen state, of any shape: the records, windows and (within float32 rounding) outputs of the recurrence.
+TEST_F(KdaGpu, FrozenTreesAgreeWithTheRecurrence) {
+  std::vector<Options> all;
+  const auto add = [&](int nodes, auto&& change) {
+    Options o;
+    o.seed = static_cast<unsigned>(all.size() + 11), o.lens = {nodes, nodes / 2 + 1, nodes, 1};
+    change(o);
+    std::mt19937 rng(o.seed);
+    const int kind = static_cast<int>(all.size() % 4);  // random, bushy (parents among the first), deep (among the last), several roots
+    for (std::size_t r = 0; r < o.lens.size(); ++r)
+      for (int t = 0; t < nodes; ++t) {
+        const int any = t ? static_cast<int>(rng() % static_cast<unsigned>(t)) : -1;
+        o.parents.push_back(kind == 0 ? any : kind == 1 ? std::min(any, 2) : kind == 2 ? std::max(any, t - 2) : rng() % 4 == 0 ? -1 : any);
+      }
+    all.push_back(o);
+  };
+  const auto same = [](Options&) {};
+  if (gpu_test::small()) {
+    add(5, [](Options& o) { o.H = 1, o.K = 64, o.V = 64; });
+    add(6, [](Options& o) { o.H = 1; });
+  } else {
+    for (int nodes : {1, 2, 7, 8, 9, 16, 23, 28}) add(nodes, same);
+    add(16, [](Options& o) { o.act_bf16 = false; });
+    add(12, [](Options& o) { o.H = 1, o.G = 3, o.wide = true, o.null_row = 1; });
+    add(12, [](Options& o) { o.scalar_gate = true, o.safe = false; });
+    add(12, [](Options& o) { o.safe = false, o.tap_rows = false; });
+    add(12, [](Options& o) { o.norm = false, o.conv = false; });
+    add(28, [](Options& o) { o.K = 64, o.V = 64; });
+    add(20, [](Options& o) { o.K = 128, o.V = 64; });
+    add(20, [](Options& o) { o.K = 64, o.V = 128, o.act_bf16 = false; });
+  }
+  for (const Options& o : all) {
+    Case c(o);
+    const auto exact = c.on_gpu(true), frozen = c.on_gpu(false);
+    for (const auto& name : c.outputs())
+      if (name != "out") EXPECT_TRUE(frozen.at(name) == exact.at(name)) << o.name() << " " << name;
+    const Difference d = compare(c.b["out"], exact.at("out"), frozen.at("out"));
+    if (o.act_bf16)
+      EXPECT_TRUE(d.most <= 1 && d.changed <= 1e-3) << o.name() << " " << d.most << " " << d.changed;
+    else
+      EXPECT_LT(d.relative, 3e-6) << o.name();
+    for (int i = 0; i < 3; ++i) EXPECT_TRUE(c.on_gpu(false) == frozen) << o.name();
+  }
+  // A tree that only this form holds: its branches are chains.
+  if (gpu_test::small()) return;
+  Options o;
+  o.lens = {64};
+  for (int t = 0; t < 64; ++t) o.parents.push_back(t < 4 ? -1 : t - 4);  // four chains of 16, token by token
+  Case c(o);
+  const auto tree = c.on_gpu(false);
+  Options chain = o;
+  chain.parents.clear(), chain.lens = {16};
+  const std::size_t bytes = static_cast<std::size_t>(c.HV * o.V * 2);
+  for (std::size_t branch = 0; branch < 4; ++branch) {
+    Case x(chain);
+    for (const char* name : {"x_q", "x_k", "x_v", "g", "beta", "gate", "state", "w_q", "w_k", "w_v", "cs_q", "cs_k", "cs_v", "A_log",
+                             "dt_bias", "weight", "slots"}) {
+      Buffer &from = c.b[name], &to = x.b[name];
+      const std::size_t pitch = static_cast<std::size_t>(from.shape.strides[0] * size_of(from.shape.dtype));
+      if (from.shape.sizes[0] != 64) {
+        to.host = from.host;
+      } else {
+        for (std::size_t i = 0; i < 16; ++i)
+          std::memcpy(to.host.data() + i * pitch, from.host.data() + (4 * i + branch) * pitch,
+                      std::min({pitch, to.host.size() - i * pitch, from.host.size() - (4 * i + branch) * pitch}));
+      }
+      to.upload();
+    }
+    const auto got = x.on_gpu(true).at("out");
+    std::vector<unsigned char> mine;
+    for (std::size_t i = 0; i < 16; ++i)
+      mine.insert(mine.end(), tree.at("out").begin() + static_cast<std::ptrdiff_t>((4 * i + branch) * bytes),
+                  tree.at("out").begin() + static_cast<std::ptrdiff_t>((4 * i + branch + 1) * bytes));
+    const Difference d = compare(x.b["out"], got, mine);
+    EXPECT_TRUE(d.most <= 1 && d.changed <= 1e-3) << branch << " " << d.most << " " << d.changed;
+  }
+  // A parent behind its child: padding.
+  reinterpret_cast<std::int32_t*>(c.b["parents"].host.data())[7] = 9, c.b["parents"].upload();
+  const auto nothing = c.on_gpu(false);
+  for (unsigned char byte : nothing.at("out")) ASSERT_EQ(byte, 0);
+}
+
 constexpr const char* kPerToken[] = {"x_q", "x_k", "x_v", "g", "beta", "gate"};
 
 /// Speculation for 1000 rounds of random acceptance leaves the outputs, states and windows of plain decoding, bit for bit.
@@ -552,7 +641,7 @@ TEST_F(KdaGpu, RolloutOfRandomAcceptanceIsPlainDecoding) {
   flush.pending = deferred.b["pending"].view(true);
   fold(flush);
   EXPECT_EQ(deferred.taken({"state", "cs_q", "cs_k", "cs_v"}), want);
-  for (unsigned char byte : deferred.taken({"pending"}).at("pending")) EXPECT_EQ(byte, 0);
+  EXPECT_TRUE(deferred.settled());
 }
 
 /// A verify with pending tokens is a fold and a verify, in every form: outputs, records, windows, snapshots and states.
@@ -594,7 +683,7 @@ TEST_F(KdaGpu, DeferredFoldIsAFoldBefore) {
           else
             for (const auto& name : names) EXPECT_TRUE(got.at(name) == want.at(name)) << o.name() << " " << name << " exact " << exact;
         }
-        for (unsigned char byte : d.taken({"pending"}).at("pending")) EXPECT_EQ(byte, 0) << o.name();
+        EXPECT_TRUE(d.settled()) << o.name();
       }
 }
 
@@ -701,8 +790,7 @@ TEST_F(KdaGpu, FoldOfAllLayersIsALoopWithTracks) {
         SPECSTATE_GPU(cudaDeviceSynchronize());
         all["state"].download();
         EXPECT_TRUE(all["state"].host == want) << "rows " << rows << " flush " << flush << " bf16 " << state_bf16;
-        if (flush)
-          for (unsigned char byte : c.taken({"pending"}).at("pending")) EXPECT_EQ(byte, 0);
+        EXPECT_TRUE(!flush || c.settled());
       }
   }
 }

@@ -206,9 +206,13 @@ def test_pad_04_one_sentinel_and_slot_0_is_a_slot():
     rings, snapshots, _ = buffers(a)
     out = call(a, rings=rings, snapshots=snapshots)
     assert (out[6:] == 0).all() and (out[:6] != 0).any() and np.isnan(snapshots[a["rows"][3:]]).all()
-    with pytest.raises(ValueError, match="slots: expected each slot at most once"):
-        call(dict(a, slots=np.array([4, 9, 2, 0, 0, 0, 0, 0])), rings=rings)  # 0 as padding: said by null_slot, or refused
     assert same(call(dict(a, slots=np.array([4, 9, 2, 0, 0, 0, 0, 0])), null_slot=0), out)
+
+
+def test_pad_04_errors_slot_0_as_padding_without_saying_so():
+    a = act(case(13, N=8, width=2), F32)
+    with pytest.raises(ValueError, match="slots: expected each slot at most once"):
+        call(dict(a, slots=np.array([4, 9, 2, 0, 0, 0, 0, 0])), rings=buffers(a)[0])
 
 
 def test_pad_06_stale_slots_behind_the_real_rows():
@@ -351,8 +355,13 @@ def test_lif_05_a_track_step_left_over_from_a_prefill_is_ignored():
     state, free = a["state"].copy(), (a["slots"] + 1) % 4
     kda.fold(state, rings, a["slots"], np.array([5]), track=free, track_step=np.array([512]))
     assert same(state[free[0]], a["state"][free[0]])
+
+
+def test_lif_05_errors_a_track_step_beyond_the_windows():
+    a = one(25, 5)
+    conv = buffers(a)[2]
     with pytest.raises(ValueError, match="track_steps: expected steps below 5"):
-        kda.rollback_conv_windows(a["cs_q"], conv["conv_q"], a["slots"], np.array([4]), track_slots=free, track_steps=np.array([512]))
+        kda.rollback_conv_windows(a["cs_q"], conv["conv_q"], a["slots"], np.array([4]), track_slots=(a["slots"] + 1) % 4, track_steps=np.array([512]))
 
 
 # ---- overflow: virtual memory that is never touched costs nothing

@@ -161,6 +161,16 @@ void run(const VerifyArgs& args, Stream stream) {
   }
   const int parts = static_cast<int>(a.V) / (kRowUnit * f.rows);
   const int block = static_cast<int>(tree ? std::min({longest, a.columns, std::int64_t{kMaxTree}}) : kBlock);
+  if (tree && !a.exact && !a.snapshots && !a.update_state && !f.state_bf16 && forced().frozen != 0) {
+    const VerifyKernel kernel = verify_tree(f);
+    if (kernel.bytes(block) <= static_cast<std::size_t>(device.shared_bytes)) {
+      if (a.pending) run_fold(args.deferred, stream);
+      launching::launch(kernel.run,
+                        {.grid = blocks(a.N * a.HV), .block = kThreads, .shared = kernel.bytes(block), .overlap = forced().overlap}, stream,
+                        a, block, 1);
+      return;
+    }
+  }
   VerifyKernel kernel = splits ? verify_split(f) : f.plain ? verify_plain(f) : VerifyKernel{};
   if (!kernel.run) kernel = f.act_bf16 ? verify_bf16(f) : verify_float(f);
   if (kernel.bytes(block) > static_cast<std::size_t>(device.shared_bytes))

@@ -23,6 +23,7 @@ VerifyKernel verify_split(const Form& form);  // bfloat16 activations, float32 s
 VerifyKernel verify_plain(const Form& form);  // the other plain ones, of bfloat16 activations; null where there is none
 VerifyKernel verify_bf16(const Form& form);   // any strides, trees
 VerifyKernel verify_float(const Form& form);
+VerifyKernel verify_tree(const Form& form);  // trees from a frozen state: a CTA a head; float32 states
 FoldKernel fold_form(const Form& form);
 FoldKernel fold_stream(const Form& form);  // K = V = 128, bfloat16 rings
 std::size_t fold_stream_bytes(bool state_bf16);
