@@ -18,10 +18,12 @@ import test_kda_names  # noqa: E402
 import specstate.kda as kda  # noqa: E402
 
 
-@pytest.fixture(autouse=True)
-def calls_run_on_the_gpu(request, monkeypatch):
-    for name in mirror.FUNCTIONS:
-        monkeypatch.setattr(kda, name, mirror.mirrored(getattr(kda, name), mirror.Torch(), "fast" not in request.node.name))
+@pytest.fixture(autouse=True, scope="module")
+def calls_run_on_the_gpu():
+    with pytest.MonkeyPatch.context() as patch:
+        for name in mirror.FUNCTIONS:
+            patch.setattr(kda, name, mirror.mirrored(getattr(kda, name), mirror.Torch(), exact=True))
+        yield
 
 
 @pytest.mark.parametrize("dtype", [kda_cases.F32, kda_cases.BF16], ids=str)
@@ -33,7 +35,7 @@ def test_fast_ring_form_against_oracle(shape, dtype):
     a |= {x: np.ascontiguousarray(a[x].swapaxes(1, 2)).swapaxes(1, 2) for x in ("cs_q", "cs_k", "cs_v")}
     rings, _, conv = kda_cases.buffers(a)
     conv = {k: np.full((*v.shape[:2], 3, v.shape[2]), np.nan, v.dtype).swapaxes(2, 3) for k, v in conv.items()}
-    out = kda_cases.call(a, rings=rings, **conv)
+    out = kda_cases.call(a, rings=rings, exact=False, **conv)
     want, _ = kda_cases.fed_oracle(p, *kda_cases.used_channels(a), quant=dtype == kda_cases.BF16)
     if dtype == kda_cases.BF16:
         off = kda_cases.ulps(out, want.astype(kda_cases.BF16))

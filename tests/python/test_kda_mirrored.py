@@ -15,10 +15,12 @@ import test_kda_names  # noqa: E402
 import specstate.kda as kda  # noqa: E402
 
 
-@pytest.fixture(autouse=True)
-def calls_run_elsewhere(monkeypatch):
-    for name in mirror.FUNCTIONS:
-        monkeypatch.setattr(kda, name, mirror.mirrored(getattr(kda, name), mirror.Host(), True))
+@pytest.fixture(autouse=True, scope="module")
+def calls_run_elsewhere():
+    with pytest.MonkeyPatch.context() as patch:
+        for name in mirror.FUNCTIONS:
+            patch.setattr(kda, name, mirror.mirrored(getattr(kda, name), mirror.Host(), exact=True))
+        yield
 
 
 TESTS = mirror.taken([test_kda, test_kda_faults, test_kda_names])
