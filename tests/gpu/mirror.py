@@ -15,7 +15,7 @@ FUNCTIONS = ("verify", "decode", "fold", "defer_fold", "rollback_conv_windows", 
 # Of tests/python, by the beginnings of their names: what does not depend on the host (error texts, threads, what a check reads of indices).
 TAKEN = {
     "test_kda": "verify_against_oracle fold_equals_snapshot verify_of_many rollout a_row_depends later_tokens verify_writes_no_input tokens_of_no_request strided_pools "
-                "windows_that_hold tree_paths grouped_heads all_layers null_slot gate_is_monotone a_state_without rounding_of scale_norm rollback_of deferred_fold_is flush_of random_calls snapshots_beyond every_record",
+                "windows_that_hold tree_paths grouped_heads all_layers null_slot gate_is_monotone a_state_without rounding_of scale_norm rollback_of deferred_fold_is flush_of random_calls snapshots_beyond",
     "test_kda_faults": "val_14 val_17 rol_01 rol_02 rol_04 rol_08 rol_10 rol_11 rol_12 rol_15 pad_04 pad_06 pad_08 pad_10 pad_12 num_01 num_02 num_05 num_07 num_10 num_11 lif_05 dty_02 "
                        "ali_06 gra_04 gra_03 aln_05 verify_and_commit the_safe_gate skipped_rounding a_second_commit a_nan_stays",
     "test_kda_names": "fused_op_is_verify fused_ring_mode commit_is_fold cutedsl_update gating_update",
