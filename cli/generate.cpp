@@ -101,6 +101,9 @@ int run_generate(const GenerateCommand& command) {
   for (const std::string& file : command.prompt_files) prompts.push_back(runtime::read_text(file, kMaxPromptFile));
 
   runtime::Engine engine(folder);
+  if (command.options.hot_slots < engine.top_k())
+    throw BadOption(fmt::format("--hot-slots: expected an integer from {} (what this model selects at once) to 1048576, got '{}'",
+                                engine.top_k(), command.options.hot_slots));
   runtime::Callbacks callbacks;
   // JSON on stdout must stay JSON; a batch is written prompt by prompt when all are done.
   const bool json_only = command.json == "-", stream = !json_only && prompts.size() == 1;

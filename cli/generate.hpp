@@ -1,10 +1,16 @@
 #pragma once
+#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "specstate/runtime.hpp"
 
 namespace specstate::cli {
+
+/// An option that only the model can judge: bad usage, as if the command line had been refused.
+struct BadOption : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
 
 struct GenerateCommand {
   std::vector<std::string> prompts;       // texts

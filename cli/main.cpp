@@ -172,7 +172,11 @@ int run(int argc, char** argv) {
       return usage(app, "--force-accept: expected --mode dflash or dspark, got " + mode);
     if (!generate.trace.empty() && generate.device != "cuda") return usage(app, "--trace: expected --device cuda, got " + generate.device);
     if (g.force_accept && generate.device == "cuda") return usage(app, "--force-accept: expected --device cpu, got cuda");
-    return run_generate(generate);
+    try {
+      return run_generate(generate);
+    } catch (const BadOption& e) {
+      return usage(app, e.what());
+    }
   }
   if (doctor_app->parsed()) return run_doctor(doctor);
   if (bench_app->parsed()) return run_bench(bench);

@@ -2,13 +2,14 @@
 """Every CUDA test, on a machine with an NVIDIA GPU, and the evidence of it in tests/gpu/evidence.json.
 
     tools/gpu_test.py [--only NAME] [--no-sanitizers] [--evidence FILE]
-    tools/gpu_test.py --pack FOLDER       what a bare GPU machine needs, copied from this checkout's build; there, in FOLDER:
-                                          python3 tools/gpu_test.py
+    tools/gpu_test.py --pack FOLDER [--wheel UNPACKED]       what a bare GPU machine needs, copied from this checkout's build, and what the
+                                          tests and benchmarks need of an unpacked wheel of sglang; there, in FOLDER: python3 tools/gpu_test.py
 
 Runs the binaries build/release/gpu-tests/*_gpu_test and the files tests/gpu/test_*.py (the latter need torch), then each binary again
-under compute-sanitizer's four tools on small shapes (SPECSTATE_GPU_SMALL=1), after each tool has found a planted fault.
+under compute-sanitizer's four tools on small shapes (GPU_TEST_SMALL=1), after each tool has found a planted fault.
 sglang's own kernel tests, where they lie in tests/gpu/sglang/ (they are sglang's, so they are carried and never committed), run against
-our functions (tests/gpu/sglang_in_name.py); what came of each is in the evidence under "sglang".
+our functions (tests/gpu/sglang_in_name.py); what came of each is in the evidence under "sglang" (tools/sglang_table.py writes it into
+docs/compatibility.md). Kernels of sglang that its tests compare with come from an unpacked wheel in `wheel`, if there is one.
 A family's evidence names the digest of the sources that the build was made from; `make test` says whether it is still theirs.
 The last line is `N passed, N failed, N skipped`.
 """
@@ -50,6 +51,40 @@ def environment():
     return e
 
 
+def run_theirs(path, results, timeout, wheel):
+    """What came of each test of one of sglang's files: {file::Class.test: "passed", "failed: why" or "not applicable: why"}."""
+    report = results / f"sglang-{path.stem}.xml"
+    report.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "sglang_in_name", f"--junitxml={report}", str(path)]
+    e = environment() | wheel
+    e["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests" / "gpu"), e["PYTHONPATH"]])
+    with open(report.with_suffix(".log"), "wb") as out:
+        try:
+            subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=e, timeout=timeout)
+        except subprocess.TimeoutExpired:
+            return {path.name: "failed: ran past its limit"}
+    return read_theirs(path.stem, report)
+
+
+def read_theirs(stem, report):
+    table = {}
+    for case in ET.parse(report).getroot().iter("testcase") if report.exists() else []:
+        bad = case.find("failure") if case.find("failure") is not None else case.find("error")
+        skip = case.find("skipped")
+        said = (bad if bad is not None else skip).get("message", "") if bad is not None or skip is not None else ""
+        said = (said.splitlines() or [""])[0].removeprefix("Skipped: ").removeprefix("not-applicable: ")[:200]
+        state = "failed" if bad is not None else "not applicable" if skip is not None else "passed"
+        owner = (case.get("classname") or "").rpartition(stem)[2].lstrip(".")
+        table[f"{stem}.py::{owner + '.' if owner else ''}{case.get('name')}"] = f"{state}: {said}" if said else state
+    return table or {f"{stem}.py": "failed: no report"}
+
+
+def of_theirs(table):
+    """The evidence of a table; what is not applicable counts as skipped."""
+    count = {k: sum(v.startswith(begin) for v in table.values()) for k, begin in (("passed", "passed"), ("failed", "failed"), ("skipped", "not applicable"))}
+    return {"date": datetime.date.today().isoformat(), "sanitizers": {}, "tests": table, **count}
+
+
 def describe_gpu():
     try:
         out = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True).stdout
@@ -73,7 +108,7 @@ def sanitize(tool, program, results, timeout):
         command += [str(program)] + ([tool] if program.name == "planted_fault" else ["--gtest_brief=1"])
     with open(log, "wb") as out:
         try:
-            subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=dict(environment(), SPECSTATE_GPU_SMALL="1", PYTORCH_NO_CUDA_MEMORY_CACHING="1"), timeout=timeout)
+            subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=dict(environment(), GPU_TEST_SMALL="1", PYTORCH_NO_CUDA_MEMORY_CACHING="1"), timeout=timeout)
         except subprocess.TimeoutExpired:
             out.write(b"\ngpu_test: ran past its limit\n")
     text = log.read_text(errors="replace")
@@ -82,13 +117,13 @@ def sanitize(tool, program, results, timeout):
     return (None if not found or failed else sum(map(int, found))), log
 
 
-def pack(folder):
+def pack(folder, wheel):
     """The parts of a checkout that a bare GPU machine needs, at their places."""
     folder.mkdir(parents=True, exist_ok=True)
     ours = [BUILD / "specstate", BUILD / "source_digests.json", *sorted((BUILD / "gpu-tests").glob("*"))]
     ours += [ROOT / "tools" / n for n in ("gpu_test.py", "run_tests.py", "source_digest.py")] + [p for d in ("gpu", "oracles") for p in sorted((ROOT / "tests" / d).glob("*.py"))]
     ours += [p for p in sorted((ROOT / "tests" / "python").glob("*.py")) if not p.name.startswith(("test_", "conftest")) or p.name.startswith("test_kda")]
-    ours += sorted((ROOT / "tests" / "gpu" / "sglang").glob("*.py")) + sorted((ROOT / "bench" / "peers").glob("*.py")) + [ROOT / "tools" / "gpu_bench.py"]
+    ours += sorted((ROOT / "tests" / "gpu" / "sglang").glob("*.py")) + sorted((ROOT / "bench" / "peers").glob("*.py")) + [ROOT / "tools" / "gpu_bench.py"] + sorted((ROOT / "examples").glob("*.py"))
     ours += [p for p in sorted((ROOT / "python" / "specstate").rglob("*")) if p.is_file() and "__pycache__" not in p.parts and "lib" not in p.parts]
     ours += [p for p in sorted((ROOT / "models").rglob("*")) if p.suffix in (".json", ".safetensors", ".txt")]
     for source in ours:
@@ -103,6 +138,11 @@ def pack(folder):
     linked = subprocess.run(["ldd", BUILD / "lib" / "libspecstate.so"], capture_output=True, text=True, check=True).stdout
     for name, path in re.findall(r"(lib(?:tbb|hwy)\S*) => (\S+)", linked):
         shutil.copy2(os.path.realpath(path), lib / name)
+    if wheel:
+        sys.path.insert(0, str(ROOT / "bench" / "peers"))
+        import sglang_wheel
+
+        sglang_wheel.trim(wheel, folder / "wheel")
     (folder / "run.sh").write_text("""#!/bin/bash
 # Everything this machine can tell, into out/: run on a machine with an NVIDIA GPU and torch.
 cd "$(dirname "$0")" && mkdir -p out
@@ -134,6 +174,7 @@ def save(path, families):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pack", type=pathlib.Path)
+    parser.add_argument("--wheel", type=pathlib.Path, default=ROOT / "wheel", help="the unpacked wheel of sglang 0.5.23, or what --pack has taken of it")
     parser.add_argument("--only", default="", help="files whose name contains this; leaves the evidence of other families alone")
     parser.add_argument("--no-sanitizers", action="store_true")
     parser.add_argument("--jobs", type=int, default=4, help="sanitizer runs at a time")
@@ -141,7 +182,7 @@ def main():
     parser.add_argument("--evidence", type=pathlib.Path, default=EVIDENCE)
     options = parser.parse_args()
     if options.pack:
-        return pack(options.pack)
+        return pack(options.pack, options.wheel if options.wheel.exists() else None)
     gpu = describe_gpu()
     if gpu is None:
         print("gpu_test: this machine has no NVIDIA GPU (nvidia-smi found none); nothing was tested", file=sys.stderr)
@@ -157,9 +198,9 @@ def main():
     if not tasks:
         print(f"gpu_test: found no test in {BUILD / 'gpu-tests'} and tests/gpu", file=sys.stderr)
         return 1
-    families = {}
+    families, wheel = {}, options.wheel.exists() and {"SGLANG_WHEEL": str(options.wheel.resolve())} or {}
     for name, command in tasks:  # one at a time: they share one GPU
-        r = run_one(name, command, results, options.timeout, environment())
+        r = run_one(name, command, results, options.timeout, environment() | wheel)
         print(f"{'FAILED' if r.failed else 'ok':6} {name:36} {r.passed} passed, {r.failed} failed, {len(r.skips)} skipped  {r.seconds:.1f} s", flush=True)
         for test, message in r.skips:
             print(f"skipped: {test}: {message.strip()}")
@@ -171,30 +212,13 @@ def main():
         f["failed"] += r.failed
         f["skipped"] += len(r.skips)
 
-    theirs = [p for p in sorted((ROOT / "tests" / "gpu" / "sglang").glob("test_*.py")) if not options.only or options.only in p.name]
-    table = {}
-    for path in theirs:
-        report = results / f"sglang-{path.stem}.xml"
-        report.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "sglang_in_name", f"--junitxml={report}", str(path)]
-        e = environment()
-        e["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests" / "gpu"), e["PYTHONPATH"]])
-        log = report.with_suffix(".log")
-        with open(log, "wb") as out:
-            subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=e, timeout=options.timeout)
-        for case in ET.parse(report).getroot().iter("testcase") if report.exists() else []:
-            bad = case.find("failure") if case.find("failure") is not None else case.find("error")
-            skip = case.find("skipped")
-            said = (bad if bad is not None else skip).get("message", "") if bad is not None or skip is not None else ""
-            state = "failed" if bad is not None else "not applicable" if skip is not None else "passed"
-            table[f"{path.name}::{case.get('name')}"] = f"{state}: {said.splitlines()[0][:200]}" if said else state
-            print(f"sglang's {path.name}::{case.get('name')}: {state}{': ' + said.splitlines()[0][:160] if said else ''}")
-        if not report.exists():
-            table[path.name] = "failed: no report"
-            print(log.read_text(errors="replace")[-2000:])
+    theirs = [p for p in sorted((ROOT / "tests" / "gpu" / "sglang").glob("test_*.py")) if options.only in ("", "sglang") or options.only in p.name]
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        table = {name: result for of_file in pool.map(lambda path: run_theirs(path, results, options.timeout, wheel), theirs) for name, result in of_file.items()}
+    for name, result in table.items():
+        print(f"sglang's {name}: {result}")
     if table:
-        families["sglang"] = {"source_digest": digests.get("binding", "unknown"), **gpu, "date": datetime.date.today().isoformat(), "sanitizers": {}, "tests": table,
-                              **{k: sum(v.startswith(k if k != "skipped" else "not applicable") for v in table.values()) for k in ("passed", "failed", "skipped")}}  # fmt: skip
+        families["sglang"] = {"source_digest": digests.get("binding", "unknown"), **gpu, **of_theirs(table)}
 
     save(options.evidence, families)  # what is known if the sanitizers are cut short
     if not options.no_sanitizers and programs:

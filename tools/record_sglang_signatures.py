@@ -24,6 +24,7 @@ FILES = {
             "sglang/kernels/ops/attention/linear/kda_replayssm_spec_decode.py",
             ["commit_kda_replayssm_spec", "commit_kda_replayssm_spec_all_layers"],
         ),
+        ("sglang/kernels/ops/attention/linear/gdn_replayssm_spec_fold.py", ["commit_gdn_replayssm_fold_all_layers"]),
         ("sglang/kernels/ops/attention/linear/fused_sigmoid_gating_recurrent.py", ["fused_sigmoid_gating_delta_rule_update"]),
         ("sglang/kernels/ops/attention/cutedsl_kda.py", ["cutedsl_fused_sigmoid_gating_kda_update"]),
     ],

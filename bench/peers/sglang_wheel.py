@@ -68,6 +68,7 @@ def use(folder):
     functions["cdiv"] = lambda a, b: -(-a // b)
     functions["next_power_of_2"] = lambda n: 1 << max(0, n - 1).bit_length()
     functions["device_context"] = torch.cuda.device
+    functions["torch_release"] = tuple(int(x) for x in torch.__version__.split("+")[0].split(".")[:3] if x.isdigit())
     _package("sglang.srt.utils", root / "sglang" / "srt" / "utils").__dict__.update(functions)
     _module("sglang.srt.utils.common", **functions)
     _module("sglang.srt.utils.custom_op", register_custom_op=lambda f=None, **_: f if f is not None else (lambda g: g))
@@ -98,9 +99,10 @@ def trim(source, target):
     source, target = pathlib.Path(source), pathlib.Path(target)
     files = ["kvcache/hisparse", "kvcache/kvcache", "mamba/causal_conv1d_triton", "attention/linear/fused_sigmoid_gating_recurrent",
              "attention/linear/kda_replayssm_spec_decode", "attention/linear/fused_kda_conv_recurrent_verify", "attention/fla/fused_norm_gate",
-             "speculative/fused_kv_materialize", "mamba/mamba_state_scatter_triton", "memory/ptr_table"]  # fmt: skip
-    for name in files:
-        path = source / "sglang" / "kernels" / "ops" / (name + ".py")
+             "speculative/fused_kv_materialize", "mamba/mamba_state_scatter_triton", "attention/fla/*", "attention/linear/fused_gdn_gating",
+             "attention/linear/gdn_replayssm_spec_fold", "memory/ptr_table"]  # fmt: skip
+    ops = source / "sglang" / "kernels" / "ops"
+    for path in {path for name in files for path in ops.glob(name + ".py")}:
         to = target / path.relative_to(source)
         to.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(path, to)

@@ -85,19 +85,17 @@ ffi::String version() { return SPECSTATE_VERSION; }
 
 }  // namespace
 
-TensorView view(const char* name, const ffi::TensorView& t) {
+TensorView view(const char* name, const DLTensor* t) {
   TensorView v;
-  if (t.ndim() > kMaxDims) refuse(name, "expected at most 8 dimensions, got " + std::to_string(t.ndim()) + ".");
-  v.dtype = dtype_of(name, t.dtype());
-  v.device = device_of(name, t.device());
-  v.ndim = t.ndim();
-  const DLTensor* raw = reinterpret_cast<const DLTensor*>(&t);
-  static_assert(sizeof(ffi::TensorView) == sizeof(DLTensor));
-  v.data = static_cast<char*>(raw->data) + raw->byte_offset;
+  if (t->ndim > kMaxDims) refuse(name, "expected at most 8 dimensions, got " + std::to_string(t->ndim) + ".");
+  v.dtype = dtype_of(name, t->dtype);
+  v.device = device_of(name, t->device);
+  v.ndim = t->ndim;
+  v.data = static_cast<char*>(t->data) + t->byte_offset;
   std::int64_t step = 1;
   for (int i = v.ndim - 1; i >= 0; --i) {
-    v.sizes[i] = raw->shape[i];
-    v.strides[i] = raw->strides ? raw->strides[i] : step;
+    v.sizes[i] = t->shape[i];
+    v.strides[i] = t->strides ? t->strides[i] : step;
     step *= v.sizes[i];
   }
   return v;

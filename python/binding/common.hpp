@@ -17,12 +17,13 @@ namespace specstate::binding {
 
 namespace ffi = tvm::ffi;
 
-using In = ffi::TensorView;
-using Opt = ffi::Optional<ffi::TensorView>;
+using In = DLTensor*;  // a pointer is what crosses: arguments of some twenty tensors are moved about several times on their way
+using Opt = ffi::Optional<DLTensor*>;
 
 /// The caller's array as a TensorView; `name` is the argument's name in error texts.
-TensorView view(const char* name, const ffi::TensorView& t);
+TensorView view(const char* name, const DLTensor* t);
 inline TensorView view(const char* name, const Opt& t) { return t.has_value() ? view(name, t.value()) : TensorView{}; }
+inline TensorView view(const char* name, const ffi::Tensor& t) { return view(name, t.GetDLTensorPtr()); }
 
 /// SPECSTATE_SET(p, a, b): p.a = view("a", a), p.b = view("b", b). Most arguments bear the name of their parameter.
 #define SPECSTATE_AGAIN ()

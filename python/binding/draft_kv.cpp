@@ -25,8 +25,7 @@ std::vector<TensorView> pool_views(const char* name, const Pools& pools) {
   for (const ffi::Optional<ffi::Tensor> t : pools) {
     views.emplace_back();
     if (!t.has_value()) continue;
-    const ffi::Tensor tensor = t.value();
-    views.back() = view(name, ffi::TensorView(tensor));
+    views.back() = view(name, t.value());
   }
   return views;
 }

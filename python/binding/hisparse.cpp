@@ -27,8 +27,6 @@ SwapState state(const Opt& tokens, const Opt& locs, const Opt& stamps, const Opt
   return {view("state.slot_tokens", tokens), view("state.slot_locs", locs), view("state.slot_stamps", stamps),
           view("state.token_slots", hints), view("state.clock", clock)};
 }
-TensorView view(const char* name, const ffi::Tensor& t) { return binding::view(name, ffi::TensorView(t)); }
-using binding::view;
 
 }  // namespace
 

@@ -101,7 +101,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_rollback_conv_windows,
                                   std::vector<kda::RollbackConvWindowsParams> all;
                                   for (std::size_t i = 0; i < pools.size(); ++i) {
                                     kda::RollbackConvWindowsParams p;
-                                    p.pool = view("conv_pools", In(pools[i])), p.windows = view("intermediate_windows", In(windows[i]));
+                                    p.pool = view("conv_pools", pools[i]), p.windows = view("intermediate_windows", windows[i]);
                                     SPECSTATE_SET(p, slots, last_correct_step, rows, track_slots, track_steps);
                                     all.push_back(p);
                                   }

@@ -63,6 +63,8 @@ def flag(name, x):
 
 def group(op, name, xs, kind):
     """The arrays of a NamedTuple `kind`, from one or from as many in a tuple or list."""
+    if type(xs) is kind:
+        return xs
     if isinstance(xs, (tuple, list)) and len(xs) == len(kind._fields):
         return xs
     got = f"{type(xs).__name__} of {len(xs)}" if isinstance(xs, (tuple, list)) else kind_of(xs)

@@ -55,7 +55,7 @@ def _writable(np, x):
     return x if x.flags.writeable else np.asarray(_Alias(x))
 
 
-def all_as_they_are(*arrays):
+def all_as_they_are(arrays):
     """Does the binding take all of these without a word? For calls of many arrays: one question instead of one an array."""
     return _as_they_are.issuperset(map(type, arrays))
 

@@ -4,19 +4,26 @@ import sys
 
 from ._arguments import kind_of
 
+_current_of = {}  # a torch class -> index of a GPU -> its current stream
 
-def _torch_stream(torch, like):
-    """torch's current stream on the device of `like`; its raw handle without a Stream object, where torch gives it (1 us less a call)."""
+
+def _of_torch(torch):
+    """The raw handle without a Stream object, where torch gives it (1 us less a call)."""
     raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    return raw(like.get_device()) if raw is not None else torch.cuda.current_stream(like.device).cuda_stream
+    return raw if raw is not None else lambda index: torch.cuda.current_stream(index).cuda_stream
 
 
 def stream_handle(stream, like):
     """An integer `cudaStream_t`. `stream` is an int or an object with `cuda_stream`, `ptr` or `__cuda_stream__`."""
     if stream is None:
+        current = _current_of.get(type(like))
+        if current is not None:
+            index = like.get_device()  # -1: a CPU
+            return current(index) if index >= 0 else 0
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(like, torch.Tensor):
-            return _torch_stream(torch, like) if like.is_cuda else 0
+            _current_of[type(like)] = _of_torch(torch)
+            return stream_handle(None, like)
         cupy = sys.modules.get("cupy")
         if cupy is not None and isinstance(like, cupy.ndarray):
             return cupy.cuda.get_current_stream().ptr

@@ -22,6 +22,7 @@ OPERATIONS = {
         "transfer_paged",
     ),
     "kda": (
+        "commit_gdn_replayssm_fold_all_layers",
         "commit_kda_replayssm_spec",
         "commit_kda_replayssm_spec_all_layers",
         "cutedsl_fused_sigmoid_gating_kda_update",

@@ -15,7 +15,7 @@ one; CPU calls ignore it.
 
 from typing import Any, NamedTuple
 
-from ._arguments import flag, group, integer, number, optional_number
+from ._arguments import flag, group, integer, number, optional_number, renamed
 from ._arrays import all_as_they_are, array_in, array_out, empty_like, shape_of
 from ._library import function
 from ._stream import stream_handle
@@ -30,11 +30,14 @@ class Rings(NamedTuple):
     beta: Any  # [slots, HV, L] float32: sigmoid(beta)
 
 
+_NUMBER_OR_NONE = {float, type(None)}
+
+
 def _step(in_place, x_q, x_k, x_v, w_q, w_k, w_v, cs_q, cs_k, cs_v, g, beta, A_log, dt_bias, state, slots, cu_seqlens, onorm_gate,
           onorm_weight, onorm_eps, out, lower_bound, softplus_beta, softplus_threshold, scale, l2norm, round_before_norm, null_slot,
           state_name="state", slots_name="slots"):  # fmt: skip
     arrays = (x_q, x_k, x_v, w_q, w_k, w_v, cs_q, cs_k, cs_v, g, beta, A_log, dt_bias, state, slots, cu_seqlens, onorm_gate, onorm_weight)  # fmt: skip
-    if not all_as_they_are(*arrays, out):
+    if not all_as_they_are((*arrays, out)):
         pool = array_out if in_place else array_in
         arrays = (
             array_in("x_q", x_q), array_in("x_k", x_k), array_in("x_v", x_v),
@@ -45,11 +48,13 @@ def _step(in_place, x_q, x_k, x_v, w_q, w_k, w_v, cs_q, cs_k, cs_v, g, beta, A_l
             array_in("onorm_gate", onorm_gate), array_in("onorm_weight", onorm_weight),
         )  # fmt: skip
         out = array_out("out", out)
-    return (
-        *arrays, optional_number("onorm_eps", onorm_eps), out, optional_number("lower_bound", lower_bound), number("softplus_beta", softplus_beta),
-        number("softplus_threshold", softplus_threshold), optional_number("scale", scale), flag("l2norm", l2norm),
-        flag("round_before_norm", round_before_norm), integer("null_slot", null_slot),
-    )  # fmt: skip
+    if not (type(softplus_beta) is type(softplus_threshold) is float and l2norm is True and round_before_norm is False and null_slot == -1
+            and _NUMBER_OR_NONE.issuperset((type(onorm_eps), type(lower_bound), type(scale)))):  # fmt: skip
+        onorm_eps, lower_bound, scale = optional_number("onorm_eps", onorm_eps), optional_number("lower_bound", lower_bound), optional_number("scale", scale)
+        softplus_beta, softplus_threshold = number("softplus_beta", softplus_beta), number("softplus_threshold", softplus_threshold)
+        l2norm, round_before_norm = flag("l2norm", l2norm), flag("round_before_norm", round_before_norm)
+        null_slot = integer("null_slot", null_slot)
+    return (*arrays, onorm_eps, out, lower_bound, softplus_beta, softplus_threshold, scale, l2norm, round_before_norm, null_slot)
 
 
 def _result(out, like):
@@ -88,14 +93,18 @@ def verify(x_q, x_k, x_v, g, beta, A_log, dt_bias, state, slots, cu_seqlens=None
     ring = (None,) * 4 if rings is None else group("verify", "rings", rings, Rings)
     update_state, pending = flag("update_state", update_state), array_out("pending", pending)
     writes_state = update_state or pending is not None
+    records = (*ring, snapshots, conv_q, conv_k, conv_v, rows, parents)
+    if not all_as_they_are(records):
+        records = (
+            *(array_out("rings." + name, x) for name, x in zip(Rings._fields, ring, strict=True)), array_out("snapshots", snapshots),
+            array_out("conv_q", conv_q), array_out("conv_k", conv_k), array_out("conv_v", conv_v), array_in("rows", rows),
+            array_in("parents", parents),
+        )  # fmt: skip
     function("kda_verify")(
         *_step(False, x_q, x_k, x_v, w_q, w_k, w_v, cs_q, cs_k, cs_v, g, beta, A_log, dt_bias,
                array_out("state", state) if writes_state else state, slots, cu_seqlens, onorm_gate, onorm_weight, onorm_eps, out,
                lower_bound, softplus_beta, softplus_threshold, scale, l2norm, round_before_norm, null_slot),
-        *(array_out("rings." + name, x) for name, x in zip(Rings._fields, ring, strict=True)),
-        array_out("snapshots", snapshots), array_out("conv_q", conv_q), array_out("conv_k", conv_k), array_out("conv_v", conv_v),
-        array_in("rows", rows), array_in("parents", parents), pending, flag("exact", exact), update_state, flag("null_from_zero", null_from_zero),
-        False, stream_handle(stream, x_q),
+        *records, pending, flag("exact", exact), update_state, flag("null_from_zero", null_from_zero), False, stream_handle(stream, x_q),
     )  # fmt: skip
     return out
 
@@ -152,8 +161,9 @@ def defer_fold(pending, slots, accept, *, null_slot=-1, stream=None):
 
 def _fold(form, state, rings, slots, accept, track, track_step, l2norm, null_slot, max_cache_len, num_k_heads, stream, names, pending=None):
     """`names`: of the arrays, of l2norm and of null_slot."""
-    arrays = [array_out(names[0], state)]
-    arrays += [array_in(name, x) for name, x in zip(names[1:-2], (*rings, slots, accept, track, track_step), strict=True)]
+    arrays = (state, *rings, slots, accept, track, track_step)
+    if not all_as_they_are(arrays):
+        arrays = [array_out(names[0], state), *(array_in(name, x) for name, x in zip(names[1:-2], arrays[1:], strict=True))]
     numbers = flag(names[-2], l2norm), integer(names[-1], null_slot), integer("max_cache_len", max_cache_len), integer("num_k_heads", num_k_heads)
     function("kda_fold")(*arrays, pending, *numbers, form, stream_handle(stream, state))
 
@@ -254,6 +264,18 @@ def commit_kda_replayssm_spec_all_layers(checkpoint_state, rawv_cache, rawk_cach
           mamba_steps_to_track, use_qk_l2norm_in_kernel, null_block_id, max_cache_len, num_k_heads, stream, _COMMIT_NAMES)  # fmt: skip
 
 
+def commit_gdn_replayssm_fold_all_layers(checkpoint_state, rawv_cache, rawk_cache, g_cache, beta_cache, ssm_state_indices, accept_lens,
+                                         max_cache_len, num_k_heads, mamba_track_indices=None, mamba_steps_to_track=None,
+                                         use_qk_l2norm_in_kernel=True, null_block_id=-1, *, stream=None):  # fmt: skip
+    """As `commit_kda_replayssm_spec_all_layers`, for GDN: g_cache [layers, slots, HV, L], one decay a head. Slots <= null_block_id are skipped."""
+    try:
+        _fold(2, checkpoint_state, (rawv_cache, rawk_cache, g_cache, beta_cache), ssm_state_indices, accept_lens, mamba_track_indices,
+              mamba_steps_to_track, use_qk_l2norm_in_kernel, null_block_id, max_cache_len, num_k_heads, stream,
+              ("checkpoint_state", "rawv_cache", "rawk_cache", "g_cache", *_COMMIT_NAMES[4:]))  # fmt: skip
+    except (ValueError, NotImplementedError) as error:
+        raise renamed(error, {"commit_kda_replayssm_spec_all_layers": "commit_gdn_replayssm_fold_all_layers", "gk_cache": "g_cache"}) from None
+
+
 def fused_sigmoid_gating_delta_rule_update(A_log, a, dt_bias, softplus_beta, softplus_threshold, q, k, v, b, initial_state_source,
                                            initial_state_indices, scale=None, use_qk_l2norm_in_kernel=False, cu_seqlens=None,
                                            is_kda=False, lower_bound=None, disable_state_update=False,
@@ -274,6 +296,11 @@ def fused_sigmoid_gating_delta_rule_update(A_log, a, dt_bias, softplus_beta, sof
     return _gating_update(**locals())
 
 
+_GATING_READ = ("A_log", "a", "dt_bias", "q", "k", "v", "b", "initial_state_source", "initial_state_indices", "cu_seqlens",
+                "intermediate_state_indices", "retrieve_parent_token")  # fmt: skip
+_GATING_WRITTEN = ("intermediate_states_buffer", "replayssm_rawv", "replayssm_rawk", "replayssm_g", "replayssm_beta", "out")
+
+
 def _gating_update(*, A_log, a, dt_bias, softplus_beta, softplus_threshold, q, k, v, b, initial_state_source, initial_state_indices, scale,
                    use_qk_l2norm_in_kernel, cu_seqlens, is_kda=True, lower_bound=None, disable_state_update=False,
                    intermediate_states_buffer=None, intermediate_state_indices=None, retrieve_parent_token=None, cache_ring=False,
@@ -282,18 +309,21 @@ def _gating_update(*, A_log, a, dt_bias, softplus_beta, softplus_threshold, q, k
     """Both neighbours, by name; what else the caller has changes nothing."""
     out = _result(out, v)
     disable_state_update = flag("disable_state_update", disable_state_update)
-    state = array_in if disable_state_update else array_out
+    read = (A_log, a, dt_bias, q, k, v, b, initial_state_source, initial_state_indices, cu_seqlens, intermediate_state_indices, retrieve_parent_token)
+    written = (intermediate_states_buffer, replayssm_rawv, replayssm_rawk, replayssm_g, replayssm_beta, out)
+    if not all_as_they_are(read + written):
+        if not disable_state_update:
+            array_out("initial_state_source", initial_state_source)
+        read = [array_in(name, x) for name, x in zip(_GATING_READ, read, strict=True)]
+        written = [array_out(name, x) for name, x in zip(_GATING_WRITTEN, written, strict=True)]
+    A_log, a, dt_bias, q, k, v, b, initial_state_source, initial_state_indices, cu_seqlens, intermediate_state_indices, retrieve_parent_token = read
+    intermediate_states_buffer, *rings, given_out = written
     function("kda_gating_update")(
-        array_in("A_log", A_log), array_in("a", a), array_in("dt_bias", dt_bias), number("softplus_beta", softplus_beta),
-        number("softplus_threshold", softplus_threshold), array_in("q", q), array_in("k", k), array_in("v", v), array_in("b", b),
-        state("initial_state_source", initial_state_source), array_in("initial_state_indices", initial_state_indices),
-        optional_number("scale", scale), flag("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel), array_in("cu_seqlens", cu_seqlens),
-        flag("is_kda", is_kda), optional_number("lower_bound", lower_bound), disable_state_update,
-        array_out("intermediate_states_buffer", intermediate_states_buffer),
-        array_in("intermediate_state_indices", intermediate_state_indices), array_in("retrieve_parent_token", retrieve_parent_token),
-        flag("cache_ring", cache_ring), array_out("replayssm_rawv", replayssm_rawv), array_out("replayssm_rawk", replayssm_rawk),
-        array_out("replayssm_g", replayssm_g), array_out("replayssm_beta", replayssm_beta), array_out("out", out), one_token,
-        stream_handle(stream, q),
+        A_log, a, dt_bias, number("softplus_beta", softplus_beta), number("softplus_threshold", softplus_threshold), q, k, v, b,
+        initial_state_source, initial_state_indices, optional_number("scale", scale),
+        flag("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel), cu_seqlens, flag("is_kda", is_kda),
+        optional_number("lower_bound", lower_bound), disable_state_update, intermediate_states_buffer, intermediate_state_indices,
+        retrieve_parent_token, flag("cache_ring", cache_ring), *rings, given_out, one_token, stream_handle(stream, q),
     )  # fmt: skip
     return out
 

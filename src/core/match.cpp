@@ -32,12 +32,12 @@ void rename(const Error& error, Names names) {
   throw Error(error.kind(), text);
 }
 
-void Checker::fail(std::string_view name, const std::string& expected, const std::string& got) const {
-  throw_value(std::string(op_) + ": " + std::string(name) + ": expected " + expected + ", got " + got + ".");
+void Checker::fail(std::string_view name, std::string_view expected, std::string_view got) const {
+  throw_value(std::string(op_).append(": ").append(name).append(": expected ").append(expected).append(", got ").append(got).append("."));
 }
 
 void ArgCheck::fail(const std::string& expected, const std::string& got) const {
-  if (!exact_.empty()) throw_value(exact_);
+  if (!exact_.empty()) throw_value(std::string(exact_));
   owner_.fail(name_, expected, got);
 }
 
@@ -120,12 +120,18 @@ ArgCheck& ArgCheck::forward_strides() {
 
 ArgCheck& ArgCheck::written() {
   if (!t_.given() || t_.numel() == 0) return *this;
-  std::vector<std::pair<std::int64_t, std::int64_t>> dims;  // (|stride|, size)
-  for (int i = 0; i < t_.ndim; ++i)
-    if (t_.sizes[i] > 1) dims.emplace_back(std::abs(t_.strides[i]), t_.sizes[i]);
-  std::sort(dims.begin(), dims.end());
+  std::pair<std::int64_t, std::int64_t> dims[kMaxDims];  // (|stride|, size), rising
+  int n = 0;
+  for (int i = 0; i < t_.ndim; ++i) {
+    if (t_.sizes[i] <= 1) continue;
+    const std::pair<std::int64_t, std::int64_t> dim{std::abs(t_.strides[i]), t_.sizes[i]};
+    int at = n++;
+    for (; at > 0 && dim < dims[at - 1]; --at) dims[at] = dims[at - 1];
+    dims[at] = dim;
+  }
   std::int64_t extent = 0;  // largest offset reachable with the smaller strides
-  for (const auto& [stride, size] : dims) {
+  for (int i = 0; i < n; ++i) {
+    const auto& [stride, size] = dims[i];
     if (stride <= extent) fail("elements that do not share memory", "stride " + std::to_string(stride) + " for shape " + shape_text(t_));
     extent += stride * (size - 1);
   }

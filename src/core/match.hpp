@@ -83,9 +83,9 @@ class ArgCheck {
   /// Same device as the first argument of this checker that was given.
   ArgCheck& same_device();
   ArgCheck& aligned(std::int64_t bytes);
-  /// Exact text of the ValueError of the checks that follow (empty: back to the default text).
-  ArgCheck& text(std::string exact) {
-    exact_ = std::move(exact);
+  /// Exact text of the ValueError of the checks that follow (empty: back to the default text). It must outlive them.
+  ArgCheck& text(std::string_view exact) {
+    exact_ = exact;
     return *this;
   }
 
@@ -97,7 +97,7 @@ class ArgCheck {
   Checker& owner_;
   const char* name_;
   const TensorView& t_;
-  std::string exact_;
+  std::string_view exact_;
 };
 
 class Checker {
@@ -106,14 +106,15 @@ class Checker {
   /// The checks of an argument that was not given are skipped, except `required()`.
   ArgCheck arg(const char* name, const TensorView& t) { return ArgCheck(*this, name, t); }
   /// "{op}: {name}: expected {expected}, got {got}."
-  [[noreturn]] void fail(std::string_view name, const std::string& expected, const std::string& got) const;
-  void require(bool ok, std::string_view name, const std::string& expected, const std::string& got) const {
+  [[noreturn]] void fail(std::string_view name, std::string_view expected, std::string_view got) const;
+  /// Texts that cost something to make are made even where all is well: on the way of every call, `if (!ok) check.fail(..)` instead.
+  void require(bool ok, std::string_view name, std::string_view expected, std::string_view got) const {
     if (!ok) fail(name, expected, got);
   }
   /// An array of `count` entries behind a plain pointer, as in `followers` and `num_followers`.
   void array(std::string_view name, const void* entries, std::string_view count_name, std::int64_t count) const {
-    require(count >= 0, count_name, "0 or more", std::to_string(count));
-    require(count == 0 || entries != nullptr, name, std::to_string(count) + " entries", "a null pointer");
+    if (count < 0) fail(count_name, "0 or more", std::to_string(count));
+    if (count > 0 && entries == nullptr) fail(name, std::to_string(count) + " entries", "a null pointer");
   }
   /// What the call writes shares memory with nothing else that it was given: every argument that went through `same_device()` or
   /// `written()`, under another name. The names must still be alive.

@@ -1,7 +1,9 @@
 // The current GPU, what it is, and what goes wrong with it. The promises of core/dispatch.hpp are kept here.
 #include <array>
+#include <map>
 #include <mutex>
 #include <string>
+#include <utility>
 
 #include "core/dispatch.hpp"
 #include "cuda/launch.hpp"
@@ -40,6 +42,17 @@ const DeviceInfo& device_info() {
     known[index] = d;
   });
   return known[index];
+}
+
+void allow_shared(const void* kernel, std::size_t bytes) {
+  static std::mutex mutex;
+  static std::map<std::pair<const void*, int>, std::size_t> allowed;
+  const int device = device_info().index;
+  const std::lock_guard lock(mutex);
+  std::size_t& known = allowed[{kernel, device}];
+  if (known >= bytes) return;
+  SPECSTATE_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
+  known = bytes;
 }
 
 }  // namespace cuda

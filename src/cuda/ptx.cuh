@@ -68,12 +68,19 @@ __device__ __forceinline__ void store_hinted(void* p, uint4 v, std::uint64_t pol
 __device__ __forceinline__ void copy_async(void* to, const void* from, bool valid = true) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared(to)), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
+/// The same of the first `bytes` (0 to 16); the others become zeros.
+__device__ __forceinline__ void copy_async_part(void* to, const void* from, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared(to)), "l"(from), "r"(bytes) : "memory");
+}
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 /// Until at most `kPending` of this thread's newest groups are unfinished.
 template <int kPending>
 __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
+
+/// The barrier of `threads` threads of the block that all name the same `id`, 1 to 15 (0 is __syncthreads').
+__device__ __forceinline__ void barrier_of(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
 // --------------------------------------------------------------------------------------- mbarriers: phases of a pipeline stage
 
@@ -164,6 +171,13 @@ __device__ __forceinline__ void cluster_sync() {
   SPECSTATE_SM90_OR(asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
                                      : "memory"),
                     __syncthreads());
+}
+/// The two halves of a cluster_sync(): what must be reached by all before anybody passes the wait costs nothing if there is work between.
+__device__ __forceinline__ void cluster_arrive() {
+  SPECSTATE_SM90_OR(asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"), (void)0);
+}
+__device__ __forceinline__ void cluster_wait() {
+  SPECSTATE_SM90_OR(asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"), __syncthreads());
 }
 /// `p` of this block's shared memory -> the same place in block `rank` of the cluster.
 template <class T>

@@ -82,8 +82,9 @@ CopyArgs copy_args(Checker& check, const KvBuffers& k, RowLayout row_layout, std
     check.require(device[i]->ndim >= 1, names[2 * i + 1], "at least one dimension", "shape ()");
     // A CUDA call reads host rows from the GPU, which only pinned memory allows.
     if (check.device().type == DeviceType::kCuda) {
-      check.require(core::pinned(*host[i]), names[2 * i], "pinned host memory",
-                    host[i]->device.type == DeviceType::kCpu ? "pageable host memory" : name_of(host[i]->device));
+      if (!core::pinned(*host[i]))
+        check.fail(names[2 * i], "pinned host memory",
+                   host[i]->device.type == DeviceType::kCpu ? "pageable host memory" : name_of(host[i]->device));
     } else {
       check.arg(names[2 * i], *host[i]).same_device();
     }
@@ -99,9 +100,9 @@ CopyArgs copy_args(Checker& check, const KvBuffers& k, RowLayout row_layout, std
       std::int64_t elements = 1;
       for (int i = 1; i < h.ndim; ++i) elements *= h.sizes[i];
       c.item_bytes = elements * size_of(h.dtype);
-      check.require(c.item_bytes >= 1, names[0], "rows of at least one byte", "shape " + shape_text(h));
+      if (c.item_bytes < 1) check.fail(names[0], "rows of at least one byte", "shape " + shape_text(h));
     }
-    check.require(c.item_bytes >= 1, "item_size_bytes", ">= 1", std::to_string(item_bytes));
+    if (c.item_bytes < 1) check.fail("item_size_bytes", ">= 1", std::to_string(item_bytes));
   }
   for (int i = 0; i < c.pairs; ++i) {
     c.host[i] = rows_of(check, names[2 * i], *host[i], c.item_bytes, c.paged);
@@ -160,7 +161,7 @@ CopyArgs check_buffers(Checker& check, const LayerNames& names, const KvBuffers&
 const std::int32_t* check_num_real(Checker& check, const TensorView& t) {
   if (!t.given()) return nullptr;
   check.arg("num_real_reqs", t).dtype(DType::kInt32).same_device();
-  check.require(t.ndim <= 1 && t.numel() >= 1, "num_real_reqs", "shape [1]", shape_text(t));
+  if (t.ndim > 1 || t.numel() < 1) check.fail("num_real_reqs", "shape [1]", shape_text(t));
   return t.as<const std::int32_t>();
 }
 
@@ -199,7 +200,7 @@ SwapInArgs check(const SwapInParams& p) {
   check.arg("state.slot_tokens", s.slot_tokens).required().dtype(DType::kInt32).shape({R, W}).same_device().written();
   check.arg("state.slot_locs", s.slot_locs).required().dtype(DType::kInt32).shape({R, W}).same_device();
   check.arg("state.slot_stamps", s.slot_stamps).required().dtype(DType::kInt32).shape({R, H}).same_device().written();
-  check.require(H >= 1 && H <= W, "state.slot_stamps", fmt::format("1 to {} hot slots", W.value()), shape_text(s.slot_stamps));
+  if (H < 1 || H > W) check.fail("state.slot_stamps", fmt::format("1 to {} hot slots", W.value()), shape_text(s.slot_stamps));
   check.arg("state.token_slots", s.token_slots).required().dtype({DType::kInt16, DType::kInt32}).shape({R, L}).same_device().written();
   if (s.token_slots.dtype == DType::kInt16)
     check.require(H <= layout::kMaxShortSlots, "state.token_slots", "dtype int32 for more than 32767 hot slots", "int16");
@@ -289,7 +290,7 @@ SpecSwapArgs check(const SpecSwapParams& p) {
     if (p.scratch_locs.ndim == 2 && p.scratch_locs.sizes[1] == 0)
       throw_value("speculative scratch_locs must have shape [num_requests, scratch_capacity].");
   }
-  check.require(H >= 1, "state.cache_policy", "at least one hot slot", shape_text(p.cache_policy));
+  if (H < 1) check.fail("state.cache_policy", "at least one hot slot", shape_text(p.cache_policy));
 
   check.arg("top_k_device_locs", p.top_k_device_locs).required();
   if (p.top_k_device_locs.ndim != 3) throw_runtime("speculative output must have shape [batch, steps, top_k].");
@@ -327,8 +328,9 @@ SpecSwapArgs check(const SpecSwapParams& p) {
       .shape({Dim::any("R"), W})
       .same_device()
       .written();
-  check.require(W >= H, "device_buffer_tokens", fmt::format("at least {} columns (the width of cache_policy)", H),
-                shape_text(p.device_buffer_tokens));
+  if (W < H)
+    check.fail("device_buffer_tokens", fmt::format("at least {} columns (the width of cache_policy)", H),
+               shape_text(p.device_buffer_tokens));
   check.arg("device_buffer_locs", p.device_buffer_locs).required().dtype(DType::kInt32).shape({Dim::any("R"), W}).same_device();
   check.arg("req_pool_indices", p.req_pool_indices).required().dtype(DType::kInt64).shape({B}).same_device();
   Sym BS("B*S", B * S);

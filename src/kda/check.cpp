@@ -81,12 +81,12 @@ Pending pending_of(const TensorView& t) {
 /// The recurrent state: dense inside a slot, a slot pitch of whole 16 bytes.
 void check_state(Checker& check, const char* name, const TensorView& t, int slot_dim) {
   check.arg(name, t).inner_contiguous(3).aligned(16);
-  check.require(t.sizes[slot_dim] <= 1 || t.strides[slot_dim] % 4 == 0, name, "a slot pitch that is a multiple of 4 elements",
-                "stride " + std::to_string(t.strides[slot_dim]));
+  if (t.sizes[slot_dim] > 1 && t.strides[slot_dim] % 4 != 0)
+    check.fail(name, "a slot pitch that is a multiple of 4 elements", "stride " + std::to_string(t.strides[slot_dim]));
 }
 
 void check_head_dim(const Checker& check, const char* name, const char* what, std::int64_t n) {
-  check.require(n == 64 || n == 128, name, std::string(what) + " of 64 or 128", std::to_string(n));
+  if (n != 64 && n != 128) check.fail(name, std::string(what) + " of 64 or 128", std::to_string(n));
 }
 
 class SeenOnce {
@@ -141,7 +141,7 @@ struct StepCheck {
   /// Drops the leading 1 of [1, T, ...] where x_q has it.
   TensorView packed(const char* name, const TensorView& t) const {
     if (!leading || !t.given()) return t;
-    check.require(t.ndim >= 1 && t.sizes[0] == 1, name, "a leading dimension of 1, as x_q has", "shape " + shape_text(t));
+    if (t.ndim < 1 || t.sizes[0] != 1) check.fail(name, "a leading dimension of 1, as x_q has", "shape " + shape_text(t));
     return t[0];
   }
 
@@ -157,8 +157,8 @@ struct StepCheck {
     check.arg("x_v", x_v).required().dtype(act).shape({T, HV, V}).same_device().inner_contiguous(1);
     check_head_dim(check, "x_q", "a head dimension K", K);
     check_head_dim(check, "x_v", "a head dimension V", V);
-    check.require(H >= 1, "x_q", "at least one head", "shape " + shape_text(x_q));
-    check.require(HV >= 1 && HV % H == 0, "x_v", "a number of heads that is a multiple of H=" + std::to_string(H), std::to_string(HV));
+    if (H < 1) check.fail("x_q", "at least one head", "shape " + shape_text(x_q));
+    if (HV < 1 || HV % H != 0) check.fail("x_v", "a number of heads that is a multiple of H=" + std::to_string(H), std::to_string(HV));
 
     all_or_none(check, {{"w_q", p.w_q.given()},
                         {"w_k", p.w_k.given()},
@@ -344,7 +344,7 @@ VerifyArgs check(const VerifyParams& p, const char* op) {
   if (rings) {
     Sym layers("layers"), slots("slots"), L("L");
     check_rings(check, r, step.act, a.scalar_gate, 0, layers, slots, step.HV, step.H, L, step.V, step.K, true);
-    check.require(slots >= step.pool, "rings.rawv", "at least pool=" + std::to_string(step.pool) + " slots", std::to_string(slots));
+    if (slots < step.pool) check.fail("rings.rawv", "at least pool=" + std::to_string(step.pool) + " slots", std::to_string(slots));
     a.L = L;
     a.rawv = array(r.rawv), a.rawk = array(r.rawk), a.ring_g = array(r.g), a.ring_beta = array(r.beta);
   }

@@ -60,7 +60,6 @@ void fill(const Checker& check, const GatingUpdateParams& u, bool is_kda, Params
   p.softplus_beta = u.softplus_beta, p.softplus_threshold = u.softplus_threshold;
   p.scale = u.scale;
   p.l2norm = u.use_qk_l2norm_in_kernel;
-  if (u.cu_seqlens.given()) check.require(u.q.sizes[0] == 1, "q", "a first dimension of 1 where cu_seqlens is given", shape_text(u.q));
 }
 
 }  // namespace

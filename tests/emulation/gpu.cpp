@@ -115,6 +115,8 @@ CublasLt::~CublasLt() = default;
 void CublasLt::product(const float*, std::int64_t, std::int64_t, const float*, std::int64_t, std::int64_t, float*, std::int64_t, bool,
                        Stream) {}
 
+void allow_shared(const void*, std::size_t) {}  // shared memory is the host's here
+
 }  // namespace specstate::cuda
 
 namespace specstate::runtime::cuda {

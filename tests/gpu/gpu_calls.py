@@ -2,7 +2,8 @@
 
     gpu_calls.py SEED CALLS        random calls, wrong and garbled; an exception or a result, and the GPU alive after each
 
-Run under compute-sanitizer by tools/gpu_test.py: garbled ids and lengths must not lead outside an array.
+Run under compute-sanitizer by tools/gpu_test.py: garbled ids and lengths must not lead outside an array. What a draft-KV call finds in its
+ids is an error of the next call (`raise_pending_error`); it is claimed here right after the call that left it.
 """
 
 import sys
@@ -13,6 +14,7 @@ import torch
 from calls import CALLS, leaves, operation, replace
 
 import specstate
+from specstate._supports import OPERATIONS
 
 HOST = ("host_cache", "host_cache_k", "host_cache_v")  # pinned memory in a CUDA call
 EXPECTED = (ValueError, TypeError, NotImplementedError, RuntimeError)
@@ -92,7 +94,8 @@ MUTATIONS = [stepped, columns_first, wrong_dtype, other_device, cut, grown, deep
 
 def main(seed, calls):
     rng = np.random.default_rng(seed)
-    taken = refused = 0
+    taken = refused = pending = 0
+    anywhere = torch.zeros(1, device="cuda")
     for i in range(calls):
         name = NAMES[i % len(NAMES)]
         arguments = on_gpu(name)
@@ -119,7 +122,13 @@ def main(seed, calls):
             torch.cuda.synchronize()
         except RuntimeError as error:
             raise SystemExit(f"{name}: the GPU faulted: {error} ({done})") from error
-    print(taken, refused)
+        try:
+            specstate.draft_kv.raise_pending_error(anywhere)
+        except ValueError as error:
+            if name not in OPERATIONS["draft_kv"] or "in an earlier call on this GPU" not in str(error):
+                raise SystemExit(f"{name}: left an error that is not its own: {error} ({done})") from error
+            pending += 1
+    print(taken, refused, pending)
 
 
 if __name__ == "__main__":

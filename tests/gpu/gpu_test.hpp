@@ -39,7 +39,7 @@ inline bool gpu_here() {
   if (!::specstate::gpu_test::gpu_here()) GTEST_SKIP() << "needs-gpu: the CUDA runtime sees no GPU"
 
 /// True where a slow tool watches (tools/gpu_test.py runs compute-sanitizer so): keep the tests' shapes small.
-inline bool small() { return std::getenv("SPECSTATE_GPU_SMALL") != nullptr; }
+inline bool small() { return std::getenv("GPU_TEST_SMALL") != nullptr; }
 
 enum class Where { kHost, kDevice };
 

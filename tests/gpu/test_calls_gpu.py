@@ -1,9 +1,12 @@
 """Every operation of the package with CUDA tensors: its results are the CPU's; and calls that nobody should make."""
 
+import gc
 import os
 import pathlib
 import subprocess
 import sys
+import threading
+import time
 
 import conftest
 import numpy as np
@@ -14,7 +17,9 @@ if conftest.missing():
 
 import gpu_calls  # noqa: E402
 import torch  # noqa: E402
-from calls import CALLS, leaves, operation  # noqa: E402
+from calls import CALLS, leaves, operation, replace  # noqa: E402
+
+import specstate  # noqa: E402
 
 
 @pytest.mark.parametrize("name", gpu_calls.NAMES)
@@ -47,5 +52,107 @@ def test_calls_that_nobody_should_make(seed):
     done = subprocess.run([sys.executable, "-X", "faulthandler", str(here / "gpu_calls.py"), str(seed), "400"], capture_output=True, text=True, timeout=300,
                           env=dict(os.environ, PYTHONPATH=path))  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    taken, refused = map(int, done.stdout.split())
+    taken, refused, _ = map(int, done.stdout.split())
     assert taken > 30 and refused > 30
+
+
+def results(call):
+    return {path: x.cpu().clone() for path, x in gpu_calls.tensors(call)}
+
+
+def test_threads_with_their_own_streams():
+    """Every operation from four threads at once, each on a stream and on tensors of its own: what one thread alone gets."""
+    want = {}
+    for name in gpu_calls.NAMES:
+        call = gpu_calls.on_gpu(name)
+        operation(name)(**call)
+        torch.cuda.synchronize()
+        want[name] = results(call)
+    problems = []
+
+    def work(number):
+        try:
+            stream = torch.cuda.Stream()
+            for turn in range(3):
+                for i in range(len(gpu_calls.NAMES)):
+                    name = gpu_calls.NAMES[(i + 5 * number + turn) % len(gpu_calls.NAMES)]
+                    with torch.cuda.stream(stream):
+                        call = gpu_calls.on_gpu(name)
+                        with pytest.raises((ValueError, TypeError)):  # errors of one thread are no others'
+                            operation(name)(**{**call, "stream": "none"})
+                        operation(name)(**call)
+                    stream.synchronize()
+                    for path, x in results(call).items():
+                        torch.testing.assert_close(x, want[name][path], rtol=0, atol=0, msg=f"{name} {path}")
+        except BaseException as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not problems, problems[0]
+
+
+def test_nothing_is_left_behind():
+    """Neither memory of the GPU, nor pinned memory, nor references to arrays, after calls that are taken and calls that are refused."""
+    calls = {name: gpu_calls.on_gpu(name) for name in gpu_calls.NAMES}
+
+    def turn():
+        for name, call in calls.items():
+            operation(name)(**call)
+            path, x = gpu_calls.tensors(call)[0]
+            with pytest.raises((ValueError, TypeError)):
+                operation(name)(**replace(call, path, x[..., None].to(torch.complex64)))
+        torch.cuda.synchronize()
+        gc.collect()
+
+    def held():
+        counts = [sys.getrefcount(x) for call in calls.values() for _, x in gpu_calls.tensors(call)]
+        pinned = torch.cuda.host_memory_stats()["active_bytes.current"] if hasattr(torch.cuda, "host_memory_stats") else 0
+        return torch.cuda.memory_allocated(), pinned, counts
+
+    def free():
+        return torch.cuda.mem_get_info()[0]
+
+    for _ in range(3):
+        turn()
+    before, free_before = held(), free()
+    for _ in range(20):
+        turn()
+    assert held() == before
+    for _ in range(10):  # somebody else may take memory of this GPU for a moment
+        if free() >= free_before:
+            return
+        time.sleep(1)
+    assert free() >= free_before
+
+
+def test_arrays_on_two_devices_are_refused():
+    """Each array of each call on the CPU while the others are on the GPU: the call names the devices, and `supports` says the same."""
+    wrong = []
+    for name in gpu_calls.NAMES:
+        call = gpu_calls.on_gpu(name)
+        for path, x in gpu_calls.tensors(call)[1:]:  # where the first array is, the call is
+            if path[0] in gpu_calls.HOST:
+                continue
+            mixed = replace(call, path, x.cpu())
+            can, why = specstate.supports(name, **mixed)
+            try:
+                operation(name)(**mixed)
+                wrong.append((name, path, "was taken"))
+            except (ValueError, TypeError) as error:
+                if can or str(error) != why or not ("cpu" in why or "pageable" in why):
+                    wrong.append((name, path, why, str(error)))
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("name", gpu_calls.NAMES)
+def test_supports_says_yes_of_cuda_arrays(name):
+    call = gpu_calls.on_gpu(name)
+    before = results(call)
+    assert specstate.supports(name, **call) == (True, "")
+    torch.cuda.synchronize()
+    for path, x in results(call).items():
+        torch.testing.assert_close(x, before[path], rtol=0, atol=0)

@@ -175,6 +175,11 @@ def commit_kda_replayssm_spec_all_layers():
     return {k: np.stack([x, x]) if k in layered else x for k, x in call.items()}
 
 
+def commit_gdn_replayssm_fold_all_layers():
+    call = commit_kda_replayssm_spec_all_layers()
+    return {("g_cache" if k == "gk_cache" else k): x[..., 0].copy() if k == "gk_cache" else x for k, x in call.items()}
+
+
 def fused_kda_decode_mtp_dspark(n=2, w=2, h=1, d=128):
     _, r = _random(11)
     t = n * w
@@ -237,6 +242,7 @@ CALLS = {
         verify_greedy, verify_rejection, plan_verify_lengths, swap_in, load_cache_to_device_buffer_spec_mla, load_cache_to_device_buffer_mla,
         copy_cache_planned_mla, decode, verify, fold, defer_fold, rollback_conv_windows, materialize_into_pool, fused_norm_rope_stacked, reset_swap_state,
         swap_in_single, load_blocks_to_device_buffer_mha, replay_plan, commit_kda_replayssm_spec, commit_kda_replayssm_spec_all_layers,
+        commit_gdn_replayssm_fold_all_layers,
         fused_kda_decode_mtp_dspark, fused_sigmoid_gating_delta_rule_update, cutedsl_fused_sigmoid_gating_kda_update, transfer_paged,
         load_cache_to_device_buffer_dsv4_mla,
     )

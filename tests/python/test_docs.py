@@ -57,3 +57,8 @@ def test_a_wrong_block_is_found(tmp_path):
     assert execute(language, code, tmp_path) != output and none is None
     with pytest.raises(AssertionError):
         execute(shell, broken, tmp_path)
+
+
+def test_the_table_of_sglangs_tests_is_the_evidences():
+    done = subprocess.run([sys.executable, ROOT / "tools" / "sglang_table.py", "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -36,6 +36,7 @@ CUTEDSL = (
         (kda.fused_kda_decode_mtp_dspark, FUSED, True, ["exact", "pending", "out", "stream"]),
         (kda.commit_kda_replayssm_spec, COMMIT, False, ["stream"]),
         (kda.commit_kda_replayssm_spec_all_layers, COMMIT, False, ["stream"]),
+        (kda.commit_gdn_replayssm_fold_all_layers, COMMIT.replace("gk_cache", "g_cache").replace("null_block_id=0", "null_block_id=-1"), False, ["stream"]),
         (kda.fused_sigmoid_gating_delta_rule_update, GATING, False, ["out", "stream"]),
         (kda.cutedsl_fused_sigmoid_gating_kda_update, CUTEDSL, False, ["out", "stream"]),
     ],
@@ -283,6 +284,18 @@ def test_commit_is_fold_with_null_0(layers):
         kda.fold(want, ring, a["slots"], accept, null_slot=null)
         assert same(got, want)
         assert same(got[..., 0, :, :, :], state[..., 0, :, :, :]) == (null == 0)
+
+
+def test_the_commit_of_gdn_is_fold_with_one_decay_a_head():
+    a, ring, state = commit_call(2)
+    ring = ring._replace(g=ring.g[..., 0].copy())
+    accept = np.array([2, 4, 1], np.int32)
+    got, want = state.copy(), state.copy()
+    assert kda.commit_gdn_replayssm_fold_all_layers(got, *ring, a["slots"], accept, 8, 1) is None
+    kda.fold(want, ring, a["slots"], accept)
+    assert same(got, want) and not same(got, state)
+    with pytest.raises(ValueError, match=r"^commit_gdn_replayssm_fold_all_layers: g_cache: expected dtype float32, got float64\.$"):
+        kda.commit_gdn_replayssm_fold_all_layers(got, *ring._replace(g=ring.g.astype(np.float64)), a["slots"], accept, 8, 1)
 
 
 COMMIT_ERRORS = [
@@ -590,6 +603,19 @@ def test_gating_update(dtype, is_kda, lower, cu):
                 assert same(folded[slot], x["initial_state_source"][slot])
             start[slot] = x["initial_state_source"][slot]
     assert same(start, x["initial_state_source"])
+
+
+@pytest.mark.parametrize("is_kda", [True, False])
+def test_gating_update_of_rows_with_spans(is_kda):
+    """sglang's decode gives B rows of a token, and the spans of the tokens as if they were one row."""
+    kw = dict(softplus_beta=1.0, softplus_threshold=20.0, is_kda=is_kda, use_qk_l2norm_in_kernel=True, cu_seqlens=np.array([0, 1, 4, 6]))
+    one_row, rows = bare(4, F32, is_kda, [1, 3, 2]), bare(4, F32, is_kda, [1, 3, 2])
+    want = kda.fused_sigmoid_gating_delta_rule_update(**one_row, **kw)
+    for k in "qkv":
+        rows[k] = rows[k].reshape(6, 1, *rows[k].shape[2:])
+    got = kda.fused_sigmoid_gating_delta_rule_update(**rows, **kw)
+    assert got.shape == rows["v"].shape and same(got.reshape(want.shape), want)
+    assert same(rows["initial_state_source"], one_row["initial_state_source"])
 
 
 def test_gating_update_of_a_tree():

@@ -271,6 +271,26 @@ def test_a_refusal_of_the_kernel_falls_back_before_anything_is_written(tree, mon
     assert "sglang's own for GPU tensors is in use: no CUDA kernel for this operation" in caplog.text
 
 
+def test_a_call_that_is_refused_takes_no_other_with_it(tree, monkeypatch, caplog):
+    """A kernel that cannot do this call may do the next one: both are said, once each."""
+    tree()
+    monkeypatch.setattr(drop_in, "_cuda_built", lambda: True)
+    from specstate import hisparse
+
+    def refuse_large(**kwargs):
+        if kwargs["item_size_bytes"] > 16:
+            raise NotImplementedError("at most 16 bytes on CUDA")
+        return "ours"
+
+    monkeypatch.setattr(hisparse, "copy_cache_planned_mla", _as(hisparse.copy_cache_planned_mla, refuse_large))
+    drop_in.install()
+    call = {**plan(), "miss_src": OnGpu(), "item_size_bytes": 16}
+    f = function("copy_cache_planned_mla")
+    assert [f(**{**call, "item_size_bytes": n}) for n in (32, 16, 32, 16)] == ["sglang", "ours", "sglang", "ours"]
+    assert caplog.text.count("sglang's own for GPU tensors is in use: at most 16 bytes on CUDA") == 1
+    assert caplog.text.count("specstate's is in use") == 1
+
+
 def _as(f, other):
     other.__signature__ = inspect.signature(f)
     return other

@@ -57,7 +57,7 @@ def test_the_record_is_complete():
     assert {n for _, n in ENTRIES} == {
         "HiSparseSpecState", "load_cache_to_device_buffer_spec_mla", "load_cache_to_device_buffer_mla",
         "load_cache_to_device_buffer_dsv4_mla", "load_blocks_to_device_buffer_mha", "copy_cache_planned_mla", "transfer_cache_dsv4_mla",
-        "fused_kda_decode_mtp_dspark", "commit_kda_replayssm_spec", "commit_kda_replayssm_spec_all_layers",
+        "commit_gdn_replayssm_fold_all_layers", "fused_kda_decode_mtp_dspark", "commit_kda_replayssm_spec", "commit_kda_replayssm_spec_all_layers",
         "fused_sigmoid_gating_delta_rule_update", "cutedsl_fused_sigmoid_gating_kda_update", "FusedKVMaterializeHelper",
         "fused_norm_rope_stacked",
     }  # fmt: skip

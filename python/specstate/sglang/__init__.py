@@ -43,6 +43,10 @@ _FOLD = (
     "sglang.kernels.ops.attention.linear.kda_replayssm_spec_decode",
     "sglang.kernels.ops.attention.fla.kda_replayssm_spec_decode",
 )
+_GDN_FOLD = (
+    "sglang.kernels.ops.attention.linear.gdn_replayssm_spec_fold",
+    "sglang.kernels.ops.attention.fla.gdn_replayssm_spec_fold",
+)
 _MATERIALIZE = ("sglang.kernels.ops.speculative.fused_kv_materialize", "sglang.jit_kernel.fused_kv_materialize")
 
 _TARGETS = (
@@ -65,6 +69,8 @@ _TARGETS = (
     ),
     _Target("kda", "commit_kda_replayssm_spec", _FOLD, "checkpoint_state", heads=("rawv_cache", "rawk_cache")),
     _Target("kda", "commit_kda_replayssm_spec_all_layers", _FOLD, "checkpoint_state", heads=("rawv_cache", "rawk_cache")),
+    # Its records come from the function below, whose arithmetic it repeats.
+    _Target("kda", "commit_gdn_replayssm_fold_all_layers", _GDN_FOLD, "checkpoint_state", heads=("rawv_cache", "rawk_cache")),
     _Target(
         "kda",
         "fused_sigmoid_gating_delta_rule_update",
@@ -139,7 +145,7 @@ def _replacement(target, ours, original, options):
     probe = _argument(ours, target.probe)
     heads = [(name, _argument(ours, name)) for name in target.heads]
     cuda_is_missing = not _cuda_built()
-    said = set()
+    said, said_ours = set(), []
 
     def say(which, why):
         if (which, why) not in said:
@@ -164,10 +170,11 @@ def _replacement(target, ours, original, options):
         except NotImplementedError as refusal:  # raised by the checks: nothing is written yet
             if not on_gpu:
                 raise
-            cuda_is_missing = True
+            cuda_is_missing = "no CUDA kernel for this operation" in str(refusal)  # else it is this call that is refused
             say("sglang's own for GPU tensors", str(refusal))
             return original(*args, **kwargs)
-        if not said:
+        if not said_ours:
+            said_ours.append(True)
             say("specstate's", f"it covers the call on {'the GPU' if on_gpu else 'the CPU'}")
         return result
 
