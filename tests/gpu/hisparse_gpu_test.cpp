@@ -306,7 +306,7 @@ void native_world(unsigned seed, bool large, int shapes, int replays) {
       p.state = state.view(w, where), p.scratch_locs = w.scratch->view(where);
       p.top_k_device_locs = s.out.view(where), p.plan = s.plan_view(where);
       p.unique_misses = s.misses.view(where), p.unique_hits = s.hits.view(where);
-      p.skip_io = skip;
+      p.skip_io = skip, p.sm_budget = i % 4;
       swap_in(p, stream);
     }));
   }
@@ -370,7 +370,7 @@ void sglang_world(unsigned seed, bool large, int shapes, int replays) {
       p.cache_index = index.view(where), p.cache_policy = policy.view(where);
       p.scratch_locs = w.scratch->view(where), p.scratch_state = counters.view(where);
       p.top_k_device_locs = s.out.view(where), p.plan = s.plan_view(where);
-      p.limits = SpecSwapParams::Limits::kNone;
+      p.limits = SpecSwapParams::Limits::kNone, p.sm_budget = i % 4;
       swap_in_spec(p, stream);
     }));
     // The index is not a result (displacements have no order on a GPU), but sglang's kernel must find in it whatever was loaded.
@@ -434,7 +434,7 @@ void single_world(unsigned seed, bool large, int shapes, int replays) {
       p.req_pool_indices = s.requests.view(where), p.num_real_reqs = s.num_real.view(where);
       p.host_cache_locs = w.host_locs->view(where), p.buffers = w.buffers(where), p.layout = w.layout();
       p.device_buffer_tokens = w.slot_tokens->view(where), p.device_buffer_locs = w.slot_locs->view(where);
-      p.lru_slots = lru.view(where), p.plan = s.plan_view(where), p.sparse_block_size = block;
+      p.lru_slots = lru.view(where), p.plan = s.plan_view(where), p.sparse_block_size = block, p.sm_budget = i % 4;
       swap_in_single(p, stream);
       if (!s.plan) return;
       ReplayPlanParams r;
@@ -453,6 +453,37 @@ TEST(HisparseGpu, SingleStepAndReplayEqualTheCpu) {
   for (unsigned seed = 1; seed <= (small() ? 3u : 150u) && !HasFailure(); ++seed)
     single_world(seed, false, small() ? 2 : 4, small() ? 1 : 4);
   for (unsigned seed = 1; seed <= (small() ? 0u : 8u) && !HasFailure(); ++seed) single_world(1000 + seed, true, 2, 2);
+}
+
+/// Plans of many rows, most of them short or empty, some beyond the real ones.
+TEST(HisparseGpu, ReplayOfManyRows) {
+  SPECSTATE_NEEDS_GPU();
+  Random random(21);
+  for (const i64 B : {1, 2, 3, 5, 64, 255, 511, 512, 513, 700, 1100}) {
+    constexpr i64 M = 4, kItem = 48;
+    const i64 rows = B * M;
+    Pinned host(rows * kItem);
+    Pair<u8> first({rows, kItem}), second({rows, kItem});
+    std::vector<i64> from(at(rows));
+    std::vector<i32> to(at(rows)), n(at(B));
+    for (i64& x : from) x = random.pick(0, rows - 1);
+    std::iota(to.begin(), to.end(), 0);
+    std::shuffle(to.begin(), to.end(), random);
+    for (i32& x : n) x = static_cast<i32>(random.one_in(3) ? random.pick(0, M) : 0);
+    Pair<i64> src({B, M}, from);
+    Pair<i32> dst({B, M}, to), count({B}, n), real({1}, {static_cast<i32>(random.one_in(2) ? B : random.pick(0, B))});
+    const auto call = [&](Where where, Stream stream) {
+      KvBuffers layers[2];
+      layers[0].host_cache = layers[1].host_cache = host.rows(rows, kItem, where);
+      layers[0].device_buffer = first.view(where), layers[1].device_buffer = second.view(where);
+      ReplayPlanParams p;
+      p.miss_src = src.view(where), p.miss_dst = dst.view(where), p.miss_count = count.view(where), p.num_real_reqs = real.view(where);
+      p.followers = layers, p.num_followers = 2, p.sm_budget = B % 3;
+      replay_plan(p, stream);
+    };
+    on_both(call, {&first, &second}, {}, 1);
+    ASSERT_FALSE(HasFailure()) << B << " rows";
+  }
 }
 
 // ------------------------------------------------------------------------------------------------------------ transfers

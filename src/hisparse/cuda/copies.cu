@@ -33,13 +33,18 @@ __global__ void __launch_bounds__(kThreads) replay_kernel(const __grid_constant_
   __shared__ u32 warp_sum[32];
   ptx::wait_for_previous();
   ptx::let_next_start();
+  const auto count = [&](i64 b) { return b < x.batch ? static_cast<i64>(x.count(b)) : i64{0}; };
+  i64 mine_now = count(threadIdx.x);  // under way together with the number of real rows
   i64 real = x.batch;
   if (x.num_real) real = min(max(static_cast<i64>(*x.num_real), i64{0}), x.batch);
   const u32 warp = threadIdx.x / 32, warps = gridDim.x * (kThreads / 32), me = warp * gridDim.x + blockIdx.x;
   const u32 streams = static_cast<u32>(to.count);
+  u32 widest = kThreads / 2;  // step of a search over the rows that there can be
+  while (widest >= x.batch) widest >>= 1;
   for (i64 first = 0; first < real; first += kThreads) {
     const i64 b = first + threadIdx.x;
-    const u32 mine = b < real ? static_cast<u32>(min(max(static_cast<i64>(x.count(b)), i64{0}), x.capacity)) : 0;
+    const u32 mine = b < real ? static_cast<u32>(min(max(mine_now, i64{0}), x.capacity)) : 0;
+    mine_now = count(b + kThreads);
     u32 total;
     u32 sum = warp_sum_before(mine, total);
     if (lane_id() == 0) warp_sum[warp] = total;
@@ -55,7 +60,7 @@ __global__ void __launch_bounds__(kThreads) replay_kernel(const __grid_constant_
       if (w < work) {
         const u32 miss = static_cast<u32>(w / streams), stream = static_cast<u32>(w - static_cast<u64>(miss) * streams);
         u32 row = 0;
-        for (u32 step = kThreads / 2; step > 0; step >>= 1)
+        for (u32 step = widest; step > 0; step >>= 1)
           if (before[row + step] <= miss) row += step;
         const i64 src = x.src(first + row, miss - before[row]), dst = x.dst(first + row, miss - before[row]);
         if (dst >= 0 && dst < to.device_rows && src >= 0 && src < to.host_rows) {
