@@ -224,7 +224,8 @@ std::vector<double> Gpu::cold_us(const std::vector<Call>& calls, const Call& bef
     time_us(once);
     longest = std::max(longest, time_us(once));
   }
-  const int repeats = quick_ ? 2 : std::clamp(static_cast<int>(2000 / longest), 4, 24);
+  const int repeats = quick_ ? 2 : std::clamp(static_cast<int>(2000 / longest), longest > 1000 ? 2 : 4, 24);
+  if (longest > 500) rounds = std::min(rounds, 7);  // what disturbs a call is microseconds
   if (quick_) rounds = 3;
   Graph without = graph_of(repeats, nullptr);
   std::vector<Graph> with;

@@ -58,7 +58,9 @@ class Gpu {
 
   /// Microseconds of a call with a cold L2, as a node of a CUDA graph: the time of a graph of (before, a read of four times the L2, call),
   /// many times over, less that of the same graph without the call. `before` puts back what a call changes. Median of rounds.
-  double cold_us(const Call& call, const Call& before = {}) { return cold_us(std::vector<Call>{call}, before).front(); }
+  double cold_us(const Call& call, const Call& before = {}, int rounds = 21) {
+    return cold_us(std::vector<Call>{call}, before, rounds).front();
+  }
   /// Several calls in turns, round by round: for comparisons.
   std::vector<double> cold_us(const std::vector<Call>& calls, const Call& before = {}) { return cold_us(calls, before, 21); }
   /// Back to back, with whatever the call before left in L2.

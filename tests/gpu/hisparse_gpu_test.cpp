@@ -1,64 +1,17 @@
 // HiSparse on the GPU equals the CPU, to the last byte of every table and pool, call after call on states that live on.
-#include <algorithm>
+#include "hisparse_gpu.hpp"
+
 #include <chrono>
-#include <memory>
-#include <numeric>
 #include <thread>
 
-#include "gpu_test.hpp"
 #include "specstate/hisparse.hpp"
 #include "specstate/hisparse_steps.hpp"
-
-namespace specstate::gpu_test {
-template <>
-struct DTypeOf<std::int16_t> {
-  static constexpr DType value = DType::kInt16;
-};
-}  // namespace specstate::gpu_test
 
 using namespace specstate;
 using namespace specstate::hisparse;
 using namespace specstate::gpu_test;
 
 namespace {
-
-using i64 = std::int64_t;
-using i32 = std::int32_t;
-using i16 = std::int16_t;
-using u8 = std::uint8_t;
-std::size_t at(i64 i) { return static_cast<std::size_t>(i); }
-
-/// Pinned memory that both backends read, and that transfers write.
-class Pinned {
- public:
-  explicit Pinned(i64 bytes, unsigned seed = 1) : bytes_(bytes) {
-    if (cudaMallocHost(&data_, at(std::max<i64>(bytes, 1))) != cudaSuccess) throw std::bad_alloc();
-    std::mt19937_64 random(seed);
-    for (i64 i = 0; i + 8 <= bytes; i += 8) {
-      const std::uint64_t x = random();
-      std::memcpy(static_cast<u8*>(data_) + i, &x, 8);
-    }
-  }
-  Pinned(const Pinned&) = delete;
-  ~Pinned() { cudaFreeHost(data_); }
-  u8* data() const { return static_cast<u8*>(data_); }
-  /// For a CUDA call the same memory, said to be pinned; for a CPU call plain memory.
-  TensorView rows(i64 rows, i64 item, Where where) const {
-    return TensorView(data_, DType::kUInt8, {rows, item}, {DeviceType::kCpu, 0, where == Where::kDevice});
-  }
-
- private:
-  void* data_ = nullptr;
-  i64 bytes_;
-};
-
-constexpr i64 kPage = 37440;
-
-struct Random : std::mt19937 {
-  using std::mt19937::mt19937;
-  i64 pick(i64 low, i64 high) { return low + static_cast<i64>((*this)() % static_cast<unsigned>(high - low + 1)); }
-  bool one_in(unsigned n) { return (*this)() % n == 0; }
-};
 
 /// What all swaps share: pools, host rows, tables of R requests whose rows lie scattered.
 struct World {
@@ -324,7 +277,7 @@ TEST(HisparseGpu, NativeSwapEqualsTheCpu) {
   SPECSTATE_NEEDS_GPU();
   for (unsigned seed = 1; seed <= (small() ? 2u : 150u) && !HasFailure(); ++seed)
     native_world(seed, false, small() ? 3 : 5, small() ? 1 : 4);
-  for (unsigned seed = 1; seed <= (small() ? 0u : 12u) && !HasFailure(); ++seed) native_world(1000 + seed, true, 2, 3);
+  for (unsigned seed = 1; seed <= (small() ? 0u : 5u) && !HasFailure(); ++seed) native_world(1000 + seed, true, 2, 3);
 }
 
 // ------------------------------------------------------------------------------------------------------- sglang's state
@@ -392,7 +345,7 @@ TEST(HisparseGpu, SglangsStateEqualsTheCpu) {
   SPECSTATE_NEEDS_GPU();
   for (unsigned seed = 1; seed <= (small() ? 3u : 120u) && !HasFailure(); ++seed)
     sglang_world(seed, false, small() ? 2 : 4, small() ? 1 : 4);
-  for (unsigned seed = 1; seed <= (small() ? 0u : 8u) && !HasFailure(); ++seed) sglang_world(1000 + seed, true, 2, 2);
+  for (unsigned seed = 1; seed <= (small() ? 0u : 4u) && !HasFailure(); ++seed) sglang_world(1000 + seed, true, 2, 2);
 }
 
 // --------------------------------------------------------------------------------------------------------- single step
@@ -452,14 +405,15 @@ TEST(HisparseGpu, SingleStepAndReplayEqualTheCpu) {
   SPECSTATE_NEEDS_GPU();
   for (unsigned seed = 1; seed <= (small() ? 3u : 150u) && !HasFailure(); ++seed)
     single_world(seed, false, small() ? 2 : 4, small() ? 1 : 4);
-  for (unsigned seed = 1; seed <= (small() ? 0u : 8u) && !HasFailure(); ++seed) single_world(1000 + seed, true, 2, 2);
+  for (unsigned seed = 1; seed <= (small() ? 0u : 4u) && !HasFailure(); ++seed) single_world(1000 + seed, true, 2, 2);
 }
 
 /// Plans of many rows, most of them short or empty, some beyond the real ones.
 TEST(HisparseGpu, ReplayOfManyRows) {
   SPECSTATE_NEEDS_GPU();
   Random random(21);
-  for (const i64 B : {1, 2, 3, 5, 64, 255, 511, 512, 513, 700, 1100}) {
+  for (const i64 B : {1, 3, 64, 255, 512, 513, 1100}) {
+    if (small() && B > 3) break;
     constexpr i64 M = 4, kItem = 48;
     const i64 rows = B * M;
     Pinned host(rows * kItem);
@@ -500,8 +454,8 @@ TEST(HisparseGpu, PagedTransfersBothWays) {
     for (std::size_t i = 0; i < device.back()->size(); ++i) static_cast<u8*>(device.back()->host())[i] = static_cast<u8>(random() >> 3);
     device.back()->upload();
   }
-  for (int round = 0; round < 20; ++round) {
-    const i64 n = random.pick(0, 300);
+  for (int round = 0; round < (small() ? 4 : 20); ++round) {
+    const i64 n = random.pick(0, small() ? 40 : 300);
     std::vector<i64> from(at(n)), to(at(kDevicePages * 64));
     for (i64& x : from) x = random.pick(0, kHostPages * 64 - 1);
     std::iota(to.begin(), to.end(), 0);
@@ -723,7 +677,7 @@ void window_world(unsigned seed, int rounds) {
 
 TEST(HisparseGpu, WindowsAndStagingEqualTheCpu) {
   SPECSTATE_NEEDS_GPU();
-  for (unsigned seed = 1; seed <= (small() ? 4u : 80u) && !HasFailure(); ++seed) window_world(seed, 8);
+  for (unsigned seed = 1; seed <= (small() ? 2u : 30u) && !HasFailure(); ++seed) window_world(seed, small() ? 4 : 8);
 }
 
 // -------------------------------------------------------------------------------------------- what only contents can tell
@@ -868,7 +822,7 @@ void published_shape(i64 requests, i64 steps, i64 top_k, i64 hot, i64 item, int 
 
 TEST(HisparseGpu, ManyRequestsAndTheLargestCalls) {
   SPECSTATE_NEEDS_GPU();
-  if (small()) return published_shape(3, 4, 64, 128, 576, 2);
+  if (small()) return published_shape(3, 4, 64, 128, 576, 1);
   published_shape(256, 4, 256, 512, 64, 3);
   published_shape(40, 4, 2048, 4096, 576, 2);
   published_shape(2, 32, 2048, 16384, 64, 2);  // 65536 occurrences
@@ -1013,65 +967,6 @@ TEST(HisparseGpu, FollowersOnASideStream) {
   EXPECT_TRUE(same);
   side_stream(false, same);
   EXPECT_FALSE(same) << "the comparison does not notice a follower that ran before its plan was there";
-}
-
-// ---------------------------------------------------------------------------------------------------------------- soak
-
-/// A million random steps of a small world, all state compared now and then. HISPARSE_SOAK_STEPS sets another number.
-TEST(HisparseGpu, Soak) {
-  SPECSTATE_NEEDS_GPU();
-  const char* given = std::getenv("HISPARSE_SOAK_STEPS");
-  const i64 steps = given ? std::atoll(given) : small() ? 300 : 1000000, every = small() ? 50 : 20000;
-  constexpr i64 R = 3, H = 24, P = 4, L = 96, kItem = 48, S = 2, K = 10, kSets = 512;
-  Random random(77);
-  Pinned host(R * L * kItem);
-  Pair<u8> device({R * (H + P), kItem});
-  Pair<i64> host_locs({R, L}), ids({kSets, R});
-  Pair<i32> tokens({kSets, R, S, K}), lens({kSets, R, S}), out({R, S, K}), real({kSets});
-  std::vector<i64> rows(R * L), id(kSets * R);
-  std::iota(rows.begin(), rows.end(), 0);
-  std::shuffle(rows.begin(), rows.end(), random);
-  host_locs.set(rows);
-  std::vector<i32> t(kSets * R * S * K), n(kSets * R * S), r(kSets);
-  for (i64 set = 0; set < kSets; ++set) {
-    std::iota(id.begin() + set * R, id.begin() + (set + 1) * R, 0);
-    std::shuffle(id.begin() + set * R, id.begin() + (set + 1) * R, random);
-    r[at(set)] = static_cast<i32>(random.pick(0, R));
-    const i64 first = random.pick(0, L - 1);
-    for (i64 i = 0; i < R * S * K; ++i)
-      t[at(set * R * S * K + i)] = static_cast<i32>(random.one_in(8) ? random.pick(-2, L + 2) : (first + random.pick(0, 30)) % L);
-    for (i64 i = 0; i < R * S; ++i) n[at(set * R * S + i)] = static_cast<i32>(random.pick(L / 2, L));
-  }
-  tokens.set(t), lens.set(n), ids.set(id), real.set(r);
-  const SwapShape shape{R, H, P, L};
-  Bytes memory(at(swap_state_bytes(shape)));
-  SwapState state[2] = {swap_state_view(shape, memory.host()), swap_state_view(shape, memory.device(), {DeviceType::kCuda, 0})};
-  for (i64 i = 0; i < R * (H + P); ++i) state[0].slot_locs.as<i32>()[i] = static_cast<i32>((i * 5) % (R * (H + P)));
-  memory.upload();
-  for (const SwapState& s : state) reset_swap_state(s);
-  SPECSTATE_GPU(cudaDeviceSynchronize());
-  const OwnStream stream;
-  SwapInParams p[2];
-  for (const Where where : {Where::kHost, Where::kDevice}) {
-    SwapInParams& q = p[where == Where::kDevice];
-    q.host_cache_locs = host_locs.view(where), q.buffers.host_cache = host.rows(R * L, kItem, where),
-    q.buffers.device_buffer = device.view(where);
-    q.state = state[where == Where::kDevice], q.top_k_device_locs = out.view(where);
-  }
-  for (i64 step = 0; step < steps; ++step) {
-    const i64 set = (step * 131 + step / kSets) % kSets;
-    for (const Where where : {Where::kHost, Where::kDevice}) {
-      SwapInParams& q = p[where == Where::kDevice];
-      q.top_k_tokens = tokens.view(where)[set], q.seq_lens = lens.view(where)[set], q.req_pool_indices = ids.view(where)[set];
-      q.num_real_reqs = real.view(where)[set];
-      swap_in(q, stream);
-    }
-    if ((step + 1) % every && step + 1 < steps) continue;
-    ASSERT_TRUE(stream.synchronize());
-    ASSERT_EQ(memory.difference(), "") << "step " << step;
-    ASSERT_EQ(device.difference(), "") << "step " << step;
-    ASSERT_EQ(out.difference(), "") << "step " << step;
-  }
 }
 
 }  // namespace
