@@ -35,6 +35,7 @@ def with_peers(report, peers):
         r = cases.setdefault(name, {"case": name, "ours_us": round(measured["ours_us"] or 0, 3), "floor_us": 0, "floor": "", "peers": {},
                                     "source_digest": digests.get(family, "unknown"), "date": report["date"], "command": f"bench/peers/{family}.py"})  # fmt: skip
         r["peers"].update(measured["peers"])
+        r.update({k: v for k, v in measured.items() if k not in ("ours_us", "peers")})
         if measured["ours_us"]:
             r["ours_beside_peers_us"] = round(measured["ours_us"], 3)
     report["results"] = sorted(cases.values(), key=lambda r: r["case"])

@@ -2,7 +2,8 @@
 // local heads, 24 sparse-MLA layers of 576-byte rows (top-k 2048 of 4096 hot slots, one anchor for four layers, 100 distinct misses a request and
 // anchor), a drafter of 6 layers with a window of 4096 tokens, 8 tokens a verify of which 4 stand.
 //
-// A graph holds 20 steps, so that every step sees other misses and its data as cold as 19 steps leave them. Followers' copies run on a
+// A graph holds 20 steps, so that every step sees other misses and its data as cold as 19 steps leave them; four selections take turns between replays, so that
+// a missing position comes back after 80 steps, when any cache of twice our slots has lost it too. Followers' copies run on a
 // second stream, behind their anchor's swap and before the first follower; where that family's device steps run on this build, the window is
 // opened and its rows are backed up and committed in the graph too. The shares are graphs of one kind of operation alone.
 #include <algorithm>
@@ -28,11 +29,11 @@ using i32 = std::int32_t;
 std::size_t at(i64 i) { return static_cast<std::size_t>(i); }
 constexpr Device kGpu{DeviceType::kCuda, 0, false};
 
-constexpr i64 kSteps = 8, kAccepted = 4, kRepeats = 20;
+constexpr i64 kSteps = 8, kAccepted = 4, kRepeats = 20, kVariants = 4;
 constexpr i64 kKdaLayers = 69, kHeads = 12, kDim = 128;
 constexpr i64 kSparseLayers = 24, kGroup = 4, kAnchors = kSparseLayers / kGroup, kTopK = 2048, kHot = 4096, kTail = 2 * kSteps, kRow = 576;
 constexpr i64 kMisses = 100,
-              kCore = 2300;  // core: positions that every step selects from; fresh ones come back after 20 steps, long evicted
+              kCore = 2300;  // core: positions that every step selects from
 constexpr i64 kDraftLayers = 6, kDraftHeads = 8, kDraftHidden = 7168, kDraftWindow = 4096;
 constexpr i64 kFollowerSms = 16;  // multiprocessors that the followers' copies may take from the layers beside them
 
@@ -84,6 +85,11 @@ class World {
     }
     if (parts & kWindows && has_windows_) hisparse::accept_window(accept_window_, main);
     if (parts & kDraft) draft_kv::materialize_into_pool(materialize_, main);
+  }
+  /// What the next graph selects; before each replay.
+  void next(cudaStream_t s) {
+    const GpuArray& v = *variants_[at(replays_++ % kVariants)];
+    SPECSTATE_CUDA_CHECK(cudaMemcpyAsync(selections_->data(), v.data(), v.bytes(), cudaMemcpyDeviceToDevice, s));
   }
   /// Committed lengths back to where a graph starts.
   void rewind(cudaStream_t s) const {
@@ -140,18 +146,26 @@ class World {
     std::iota(ids.begin(), ids.end(), 0);
     const TensorView locs = array(DType::kInt64, {B_, L_}, rows, true), requests = array(DType::kInt64, {B_}, ids),
                      lens = array(DType::kInt32, {B_, kSteps}, std::vector<i32>(at(B_ * kSteps), static_cast<i32>(L_)));
-    std::vector<i32> t;
-    for (i64 repeat = 0; repeat < kRepeats; ++repeat)
-      for (i64 b = 0; b < B_; ++b)
+    for (i64 variant = 0; variant < kVariants; ++variant) {
+      std::vector<i32> t;
+      for (i64 repeat = 0; repeat < kRepeats; ++repeat)
         for (i64 s = 0; s < kSteps; ++s) {
-          const std::size_t row = t.size();
-          for (i64 i = kMisses * s / kSteps; i < kMisses * (s + 1) / kSteps; ++i)
-            t.push_back(static_cast<i32>(2 * kHot + repeat * kMisses + i));
-          for (i64 i = 0; t.size() < row + kTopK; ++i) t.push_back(static_cast<i32>((i + 137 * s + 31 * repeat) % kCore));
-          std::shuffle(t.begin() + static_cast<std::ptrdiff_t>(row), t.end(), random);
+          std::vector<i32> row;
+          const i64 fresh = 2 * kHot + (variant * kRepeats + repeat) * kMisses;
+          for (i64 i = kMisses * s / kSteps; i < kMisses * (s + 1) / kSteps; ++i) row.push_back(static_cast<i32>(fresh + i));
+          for (i64 i = 0; static_cast<i64>(row.size()) < kTopK; ++i) row.push_back(static_cast<i32>((i + 137 * s + 31 * repeat) % kCore));
+          std::shuffle(row.begin(), row.end(), random);
+          t.insert(t.end(), row.begin(), row.end());
         }
-    selections_ = &memory(static_cast<i64>(t.size()) * 4);
-    selections_->set(t);
+      // The same of every request: their host rows differ.
+      std::vector<i32> all;
+      for (i64 repeat = 0; repeat < kRepeats; ++repeat)
+        for (i64 b = 0; b < B_; ++b) all.insert(all.end(), t.begin() + repeat * kSteps * kTopK, t.begin() + (repeat + 1) * kSteps * kTopK);
+      variants_.push_back(&memory(static_cast<i64>(all.size()) * 4));
+      variants_.back()->set(all);
+    }
+    selections_ = &memory(static_cast<i64>(variants_[0]->bytes()));
+    next(nullptr);
 
     const hisparse::SwapShape shape{B_, kHot, kTail, L_};
     struct alignas(64) Line {
@@ -268,6 +282,8 @@ class World {
   std::vector<hisparse::WindowGroup> groups_;
   hisparse::OpenWindowParams open_;
   hisparse::AcceptWindowParams accept_window_;
+  std::vector<GpuArray*> variants_;
+  int replays_ = 0;
   GpuArray *selections_ = nullptr, *start_ = nullptr, *lengths_ = nullptr;
   std::vector<TensorView> unique_;
   TensorView accepted_, k_pool_, v_pool_;
@@ -281,7 +297,7 @@ class World {
 /// A graph of 20 steps of some parts.
 class Steps {
  public:
-  Steps(World& world, unsigned parts) {
+  Steps(World& world, unsigned parts) : world_(world) {
     SPECSTATE_CUDA_CHECK(cudaStreamCreateWithFlags(&main_, cudaStreamNonBlocking));
     SPECSTATE_CUDA_CHECK(cudaStreamCreateWithFlags(&side_, cudaStreamNonBlocking));
     for (cudaEvent_t* e : {&fork_, &join_, &begin_, &end_}) SPECSTATE_CUDA_CHECK(cudaEventCreate(e));
@@ -302,6 +318,7 @@ class Steps {
   Steps(const Steps&) = delete;
   /// Microseconds a step.
   double us() const {
+    world_.next(main_);
     SPECSTATE_CUDA_CHECK(cudaEventRecord(begin_, main_));
     SPECSTATE_CUDA_CHECK(cudaGraphLaunch(graph_, main_));
     SPECSTATE_CUDA_CHECK(cudaEventRecord(end_, main_));
@@ -312,6 +329,7 @@ class Steps {
   }
 
  private:
+  World& world_;
   cudaStream_t main_ = nullptr, side_ = nullptr;
   cudaEvent_t fork_ = nullptr, join_ = nullptr, begin_ = nullptr, end_ = nullptr;
   cudaGraphExec_t graph_ = nullptr;

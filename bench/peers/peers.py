@@ -100,8 +100,9 @@ def main(measure):
     sglang_wheel.use(options.wheel)
     results = {}
 
-    def report(name, times):
-        results[name] = {"ours_us": times.get("ours"), "peers": {k: round(v, 3) for k, v in times.items() if k != "ours"}}
+    def report(name, times, **more):
+        """`more`: other numbers of the peer, which go beside the result by their names."""
+        results[name] = {"ours_us": times.get("ours"), "peers": {k: round(v, 3) for k, v in times.items() if k != "ours"}, **more}
         text = "   ".join(f"{k} {v:.2f}" + (f" ({v / times['ours']:.2f}x)" if k != "ours" and times.get("ours") else "") for k, v in times.items())
         print(f"{name:84} {text}", flush=True)
         if options.json:

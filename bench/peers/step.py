@@ -13,7 +13,7 @@ import torch
 from kda import Layer
 from peers import SGLANG, case
 
-STEPS, ACCEPTED, REPEATS = 8, 4, 20
+STEPS, ACCEPTED, REPEATS, VARIANTS = 8, 4, 20, 4
 KDA_LAYERS, HEADS, D = 69, 12, 128
 SPARSE_LAYERS, GROUP, TOP_K, HOT, ROW = 24, 4, 2048, 4096, 576
 ANCHORS, MISSES, CORE, PAGE = SPARSE_LAYERS // GROUP, 100, 2300, 64
@@ -31,15 +31,18 @@ class Sparse:
         self.device = [torch.zeros(B * (columns + scratch), ROW, dtype=torch.uint8, device="cuda") for _ in range(SPARSE_LAYERS)]
         i32, i64 = dict(dtype=torch.int32, device="cuda"), dict(dtype=torch.int64, device="cuda")
         self.locs = torch.randint(0, host_rows, (B, context), **i64)
-        fresh = torch.arange(MISSES).view(1, -1) + 2 * HOT + torch.arange(REPEATS).view(-1, 1) * MISSES
-        rows = []
-        for repeat in range(REPEATS):
-            for step in range(STEPS):
-                mine = fresh[repeat, MISSES * step // STEPS : MISSES * (step + 1) // STEPS]
-                core = (torch.arange(TOP_K - len(mine)) + 137 * step + 31 * repeat) % CORE
-                rows.append(torch.cat([mine, core])[torch.randperm(TOP_K)])
-        # [repeats, halves, B, 4, top_k], each half dense
-        self.top_k = torch.stack(rows).view(REPEATS, 2, 1, HALF, TOP_K).repeat(1, 1, B, 1, 1).to(torch.int32).cuda()
+        self.variants = []
+        for variant in range(VARIANTS):
+            rows = []
+            for repeat in range(REPEATS):
+                fresh = torch.arange(MISSES) + 2 * HOT + (variant * REPEATS + repeat) * MISSES
+                for step in range(STEPS):
+                    mine = fresh[MISSES * step // STEPS : MISSES * (step + 1) // STEPS]
+                    core = (torch.arange(TOP_K - len(mine)) + 137 * step + 31 * repeat) % CORE
+                    rows.append(torch.cat([mine, core])[torch.randperm(TOP_K)])
+            # [repeats, halves, B, 4, top_k], each half dense
+            self.variants.append(torch.stack(rows).view(REPEATS, 2, 1, HALF, TOP_K).repeat(1, 1, B, 1, 1).to(torch.int32).cuda())
+        self.top_k, self.replays = self.variants[0].clone(), 0
         self.lens, self.real, self.ids = torch.full((B * HALF,), context, **i32), torch.tensor([B], **i32), torch.arange(B, **i64)
         self.out = torch.empty(B, HALF, TOP_K, **i32)
         hash_size = 1 << (2 * HOT - 1).bit_length()
@@ -60,6 +63,11 @@ class Sparse:
     def bytes(self):
         states = sum(t.nbytes for tokens, locs, state, _ in self.anchors for t in (tokens, locs, *state))
         return states + self.locs.nbytes + sum(d.nbytes for d in self.device)
+
+    def next(self):
+        """What the next graph selects."""
+        self.replays += 1
+        self.top_k.copy_(self.variants[self.replays % VARIANTS])
 
     def swap(self, anchor, repeat):
         tokens, locs, state, plans = self.anchors[anchor]
@@ -163,11 +171,12 @@ def steps(parts, sparse, kda, draft, how, side):
             draft.materialize()
 
 
-def us_of(graph, stream, rounds):
+def us_of(graph, stream, rounds, sparse):
     samples = []
     for turn in range(rounds + 2):  # the first two reach the steady state of misses
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         with torch.cuda.stream(stream):
+            sparse.next()
             begin.record(), graph.replay(), end.record()
         end.synchronize()
         if turn >= 2:
@@ -185,6 +194,7 @@ def measure(timer, report, options):
         how = "fused" if requests == 1 else "chain"  # measured: bench/results/h200_kda_forms.json
         with torch.cuda.stream(stream):
             for _ in range(2):
+                worlds[0].next()
                 steps(parts["all"], *worlds, how, side)
         torch.cuda.synchronize()
         for part, bits in parts.items():
@@ -194,7 +204,8 @@ def measure(timer, report, options):
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=stream):
                 steps(bits, *worlds, how, side)
-            report(name, {SGLANG: us_of(graph, stream, 1 if timer.quick else 3 if requests > 8 else 7)})
+            more = {"peer_state_bytes": sum(w.bytes() for w in worlds)} if part == "all" else {}
+            report(name, {SGLANG: us_of(graph, stream, 1 if timer.quick else 3 if requests > 8 else 7, worlds[0])}, **more)
             del graph
         misses = sum(plan["miss_count"].float().mean().item() for _, _, _, plans in worlds[0].anchors for plan in plans) / ANCHORS
         print(f"step: requests={requests}: sglang misses {misses:.1f} rows a request and anchor; state {sum(w.bytes() for w in worlds)} bytes", flush=True)
