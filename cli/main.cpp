@@ -117,6 +117,9 @@ int run(int argc, char** argv) {
   generate_app->add_flag("--check-lossless", g.check_lossless, "also decode plainly and compare; a difference exits 3");
   generate_app->add_flag("--deterministic", g.deterministic,
                          "on a GPU: every result has the bits of plain decoding there (implied by --check-lossless)");
+  generate_app->add_option("--max-batch", g.max_batch, "on a GPU: most requests at once; further prompts wait for a place")
+      ->check(number(1, 1024, "an integer from 1 to 1024"))
+      ->capture_default_str();
   generate_app->add_option("--start-steps", g.start_steps, "for tests: the step before which each prompt enters the batch, e.g. 0,2,5")
       ->delimiter(',');
   generate_app->add_option("--drop-steps", g.drop_steps, "for tests: the step before which each prompt is dropped, -1: never")

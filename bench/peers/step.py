@@ -205,7 +205,7 @@ def measure(timer, report, options):
             with torch.cuda.graph(graph, stream=stream):
                 steps(bits, *worlds, how, side)
             more = {"peer_state_bytes": sum(w.bytes() for w in worlds)} if part == "all" else {}
-            report(name, {SGLANG: us_of(graph, stream, 1 if timer.quick else 3 if requests > 8 else 7, worlds[0])}, **more)
+            report(name, {SGLANG: us_of(graph, stream, 1 if timer.quick else 2 if requests > 8 else 5, worlds[0])}, **more)
             del graph
         misses = sum(plan["miss_count"].float().mean().item() for _, _, _, plans in worlds[0].anchors for plan in plans) / ANCHORS
         print(f"step: requests={requests}: sglang misses {misses:.1f} rows a request and anchor; state {sum(w.bytes() for w in worlds)} bytes", flush=True)

@@ -34,6 +34,7 @@ struct GenerateOptions {
   /// On a GPU: every result has the bits of plain decoding on it (on the CPU that is always so); otherwise matrix products may be cuBLASLt's.
   /// check_lossless implies it.
   bool deterministic = false;
+  int max_batch = 64;        ///< on a GPU: most requests at once; further prompts wait for a place
   int max_new_tokens = 128;  ///< >= 1; generation also ends at EOS and at the end of the model's context
   /// 0: greedy. Else tokens are drawn from softmax(logits / temperature): one uniform number a position, derived from
   /// (seed, prompt, position), and the inverse CDF, so that every mode draws the same tokens.

@@ -56,6 +56,7 @@ Report Engine::generate(const std::vector<std::string>& prompts, const GenerateO
   const TargetConfig& config = model.target.config;
   require(!prompts.empty(), "prompts", "at least one", "none");
   require(options.max_new_tokens >= 1, "max_new_tokens", "1 or more", std::to_string(options.max_new_tokens));
+  require(options.max_batch >= 1 && options.max_batch <= 1024, "max_batch", "1 to 1024", std::to_string(options.max_batch));
   require(options.chunk >= 1, "chunk", "1 or more", std::to_string(options.chunk));
   require(options.hot_slots >= config.top_k && options.hot_slots <= 1 << 20, "hot_slots",
           fmt::format("{} (index_topk) to {}", config.top_k, 1 << 20), std::to_string(options.hot_slots));

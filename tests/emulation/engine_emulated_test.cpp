@@ -95,6 +95,19 @@ TEST(EngineEmulated, ReplayedStepsAreTheFirstOnes) {
   }
 }
 
+TEST(EngineEmulated, PromptsWaitForAPlaceAndUsedPlacesAreClean) {
+  const auto p = prompts(5);
+  GenerateOptions o = options(6);
+  o.max_batch = 2;
+  const Report report = cuda::decode(model(), p, o, Mode::kDSpark, {}, nullptr), cpu = on_cpu(p, o, Mode::kDSpark);
+  o.max_batch = 64;
+  const Report at_once = cuda::decode(model(), p, o, Mode::kDSpark, {}, nullptr);
+  for (std::size_t i = 0; i < p.size(); ++i) {
+    EXPECT_EQ(report.requests[i].tokens, cpu.requests[i].tokens) << i;
+    EXPECT_EQ(report.requests[i].state_digest, at_once.requests[i].state_digest) << i;
+  }
+}
+
 TEST(EngineEmulated, SampledProposalsAreTheCpus) {
   GenerateOptions o = options(8);
   o.temperature = 0.8, o.seed = 21, o.sampled_proposals = true;

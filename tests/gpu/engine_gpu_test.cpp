@@ -1,7 +1,9 @@
 // The engine on the GPU from inside: its product beside the CPU's, its logits beside the CPU engine's, memory that fails and memory that must not grow.
 // (This test links the library's objects, because the engine's parts are not exported.)
 #include <algorithm>
+#include <chrono>
 #include <cmath>
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
@@ -58,7 +60,7 @@ TEST(EngineGpu, LogitsAreThoseOfTheCpuEngineWithinBounds) {
   SPECSTATE_NEEDS_GPU();
   std::mt19937 random(3);
   std::vector<int> tokens{model().target.config.bos};
-  for (int i = 0; i < (gpu_test::small() ? 70 : 300); ++i) tokens.push_back(static_cast<int>(97 + random() % 26));
+  for (int i = 0; i < (gpu_test::small() ? 12 : 300); ++i) tokens.push_back(static_cast<int>(97 + random() % 26));
   const int n = static_cast<int>(tokens.size()), V = model().target.config.vocab;
   Target cpu(model().target, {1, 96, 1, n + 8}, {});
   cpu.prefill(0, tokens, true);
@@ -100,12 +102,12 @@ std::vector<std::vector<std::vector<int>>> batches() {
   std::vector<std::vector<std::vector<int>>> all;
   std::size_t next = 0;
   for (const std::size_t size : {1, 2, 3, 5, 8, 16, 16}) {
-    if (next >= files.size() || (gpu_test::small() && size > 2)) break;
+    if (next >= files.size() || (gpu_test::small() && size > 1)) break;
     all.emplace_back();
     for (std::size_t i = 0; i < size && next < files.size(); ++i, ++next) {
       std::ifstream file(files[next]);
       const std::string text{std::istreambuf_iterator<char>(file), {}};
-      all.back().push_back(tokens_of(gpu_test::small() ? text.substr(0, 80) : text, model().target.config));
+      all.back().push_back(tokens_of(text.substr(0, gpu_test::small() ? 12 : 700), model().target.config));
     }
   }
   return all;
@@ -117,9 +119,9 @@ TEST(EngineGpu, HeldOutPromptsAreLosslessAfterEveryStep) {
   for (const auto& batch : batches()) {
     count += batch.size();
     for (const double temperature : {0.0, 0.8}) {
-      if (gpu_test::small() && (temperature > 0) != (batch.size() > 1)) continue;
+      if (gpu_test::small() && temperature > 0) continue;
       GenerateOptions options;
-      options.max_new_tokens = gpu_test::small() ? 6 : 32, options.deterministic = true, options.chunk = 1024,
+      options.max_new_tokens = gpu_test::small() ? 3 : 28, options.deterministic = true, options.chunk = 1024,
       options.temperature = temperature, options.seed = 5;
       cuda::States plain_states;
       const Report plain = cuda::decode(model(), batch, options, Mode::kPlain, {}, &plain_states);
@@ -128,6 +130,7 @@ TEST(EngineGpu, HeldOutPromptsAreLosslessAfterEveryStep) {
         options.drop_steps.push_back(i % 5 == 3 ? static_cast<int>(3 * i % 7 + 4) : -1);
       }
       for (const Mode mode : {Mode::kDFlash, Mode::kDSpark}) {
+        if (gpu_test::small() && mode == Mode::kDSpark) continue;
         cuda::States states;
         const Report report = cuda::decode(model(), batch, options, mode, {}, &states);
         for (std::size_t i = 0; i < batch.size(); ++i) {
@@ -155,8 +158,10 @@ std::vector<std::vector<int>> prompts() {
   return {tokens_of("In the beginning God created", model().target.config), tokens_of("And it came to pass", model().target.config)};
 }
 
-TEST(EngineGpu, EveryAllocationMayFail) {
+// (All of them, one by one: EngineEmulated.AnyAllocationMayFail.)
+TEST(EngineGpu, AllocationsMayFail) {
   SPECSTATE_NEEDS_GPU();
+  if (gpu_test::small()) return;  // no kernel is reached
   GenerateOptions options;
   options.max_new_tokens = 8;
   options.deterministic = true;
@@ -165,7 +170,7 @@ TEST(EngineGpu, EveryAllocationMayFail) {
   const std::int64_t count = cuda::Memory::fail_at(-1) - before;
   ASSERT_GT(count, 100);
   const std::int64_t alive = cuda::Memory::alive();
-  for (std::int64_t i = 0; i < count; i += gpu_test::small() ? 97 : 1) {
+  for (std::int64_t i = 0; i < count; i += 11) {
     cuda::Memory::fail_at(i);
     try {
       cuda::decode(model(), prompts(), options, Mode::kDSpark, {}, nullptr);
@@ -181,12 +186,23 @@ TEST(EngineGpu, EveryAllocationMayFail) {
   for (std::size_t i = 0; i < again.requests.size(); ++i) EXPECT_EQ(again.requests[i].tokens, good.requests[i].tokens);
 }
 
+std::int64_t resident_kilobytes() {
+  std::ifstream status("/proc/self/status");
+  std::string word;
+  while (status >> word)
+    if (word == "VmRSS:") return status >> word, std::stoll(word);
+  return 0;
+}
+
 TEST(EngineGpu, MemoryDoesNotGrow) {
   SPECSTATE_NEEDS_GPU();
   if (gpu_test::small()) return;  // nothing of it is left in a small run
-  // Requests come and go all the time; free memory is looked at while they do, once every graph exists.
+  // Requests come and go all the time; memory of both sides is looked at while they do, once every graph exists. SPECSTATE_SOAK_SECONDS makes it
+  // longer: runs follow each other until then.
+  const char* const soak = std::getenv("SPECSTATE_SOAK_SECONDS");
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(soak ? std::atoi(soak) : 0);
   GenerateOptions options;
-  options.max_new_tokens = 3000;
+  options.max_new_tokens = soak ? 3000 : 300;
   options.deterministic = true;
   std::vector<std::vector<int>> many;
   for (int i = 0; i < 16; ++i) {
@@ -199,9 +215,22 @@ TEST(EngineGpu, MemoryDoesNotGrow) {
   callbacks.text = [&](std::size_t, std::string_view bytes) {
     if ((emitted += bytes.size()) % 512 < bytes.size()) cudaMemGetInfo(&free.emplace_back(), &total);
   };
-  cuda::decode(model(), many, options, Mode::kDFlash, callbacks, nullptr);
-  ASSERT_GT(free.size(), 20u);
-  EXPECT_EQ(free[free.size() / 2], free.back()) << emitted << " bytes were emitted";
+  const auto begin = std::chrono::steady_clock::now();
+  std::int64_t first_host = 0, last_host = 0;
+  int runs = 0;
+  do {
+    free.clear();
+    cuda::decode(model(), many, options, Mode::kDFlash, callbacks, nullptr);
+    ASSERT_GT(free.size(), 5u);
+    // Free device memory is everybody's: it tells something only where this program is alone.
+    if (soak) EXPECT_EQ(free[free.size() / 2], free.back()) << emitted << " bytes were emitted";
+    last_host = resident_kilobytes();
+    if (runs++ < 3) first_host = last_host;  // three runs until everything that is kept has been made
+  } while (runs < 6 || std::chrono::steady_clock::now() < end);
+  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  std::printf("%d runs, %zu bytes emitted in %.0f s; host memory %lld kB after three runs, %lld kB at the end\n", runs, emitted, seconds,
+              static_cast<long long>(first_host), static_cast<long long>(last_host));
+  EXPECT_LT(last_host - first_host, 4096);
 }
 
 }  // namespace

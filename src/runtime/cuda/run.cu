@@ -24,8 +24,7 @@ namespace {
 
 using i64 = std::int64_t;
 using i32 = std::int32_t;
-constexpr i64 kEntries = 8;        // records of the ring: more than are ever in flight
-constexpr int kMostRequests = 64;  // at once; further prompts wait for a place
+constexpr i64 kEntries = 8;  // records of the ring: more than are ever in flight
 constexpr i64 kWorkspace = i64{4} << 20;
 constexpr int kWarm = 3, kTrial = 8;  // steps of each kind that auto runs, and then measures
 
@@ -134,7 +133,7 @@ Run::Run(const Checkpoint& model, const std::vector<std::vector<int>>& prompts, 
          const Callbacks& callbacks, States* states)
     : model_(model), config_(model.target.config), options_(options), callbacks_(callbacks), states_(states), mode_(mode) {
   window_ = window_of(model, mode);
-  requests_ = std::min<int>(kMostRequests, static_cast<int>(prompts.size()));
+  requests_ = std::min<int>(options.max_batch, static_cast<int>(prompts.size()));
   if (config_.vocab > 4096) core::throw_not_implemented("generate: --device cuda: a vocabulary of more than 4096 ids.");
   i64 context = 0;
   for (const auto& p : prompts) context = std::max<i64>(context, static_cast<i64>(p.size()) + options.max_new_tokens);
