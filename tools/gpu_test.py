@@ -177,7 +177,7 @@ def main():
     parser.add_argument("--wheel", type=pathlib.Path, default=ROOT / "wheel", help="the unpacked wheel of sglang 0.5.23, or what --pack has taken of it")
     parser.add_argument("--only", default="", help="files whose name contains this; leaves the evidence of other families alone")
     parser.add_argument("--no-sanitizers", action="store_true")
-    parser.add_argument("--jobs", type=int, default=4, help="sanitizer runs at a time")
+    parser.add_argument("--jobs", type=int, default=4, help="programs at a time, all on one GPU")
     parser.add_argument("--timeout", type=int, default=300, help="seconds for one program")
     parser.add_argument("--evidence", type=pathlib.Path, default=EVIDENCE)
     options = parser.parse_args()
@@ -199,55 +199,54 @@ def main():
         print(f"gpu_test: found no test in {BUILD / 'gpu-tests'} and tests/gpu", file=sys.stderr)
         return 1
     families, wheel = {}, options.wheel.exists() and {"SGLANG_WHEEL": str(options.wheel.resolve())} or {}
-    for name, command in tasks:  # one at a time: they share one GPU
-        r = run_one(name, command, results, options.timeout, environment() | wheel)
-        print(f"{'FAILED' if r.failed else 'ok':6} {name:36} {r.passed} passed, {r.failed} failed, {len(r.skips)} skipped  {r.seconds:.1f} s", flush=True)
-        for test, message in r.skips:
-            print(f"skipped: {test}: {message.strip()}")
-        if r.failed:
-            print("\n".join("    " + line for line in r.log.read_text(errors="replace").splitlines()[-60:]), flush=True)
-        f = families.setdefault(family_of(name), {"source_digest": digests.get(family_of(name), "unknown"), **gpu,
-                                                 "date": datetime.date.today().isoformat(), "passed": 0, "failed": 0, "skipped": 0, "sanitizers": {}})
-        f["passed"] += r.passed
-        f["failed"] += r.failed
-        f["skipped"] += len(r.skips)
-
     theirs = [p for p in sorted((ROOT / "tests" / "gpu" / "sglang").glob("test_*.py")) if options.only in ("", "sglang") or options.only in p.name]
+    garbled_calls = ROOT / "tests" / "gpu" / "gpu_calls.py"  # of every family: nothing outside an array may be touched
+    sanitized = [] if options.no_sanitizers or not programs else [("memcheck", garbled_calls)] + [(tool, p) for tool in TOOLS for p in programs]
+    planted = []
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        table = {name: result for of_file in pool.map(lambda path: run_theirs(path, results, options.timeout, wheel), theirs) for name, result in of_file.items()}
-    for name, result in table.items():
-        print(f"sglang's {name}: {result}")
-    if table:
-        families["sglang"] = {"source_digest": digests.get("binding", "unknown"), **gpu, **of_theirs(table)}
+        tests = [pool.submit(run_one, name, command, results, options.timeout, environment() | wheel) for name, command in tasks]
+        tables = [pool.submit(run_theirs, path, results, options.timeout, wheel) for path in theirs]
+        if sanitized and sanitizer():
+            planted = [pool.submit(sanitize, tool, BUILD / "gpu-tests" / "planted_fault", results, options.timeout) for tool in TOOLS]
+            verdicts = [pool.submit(sanitize, *run, results, options.timeout) for run in sanitized]
 
-    save(options.evidence, families)  # what is known if the sanitizers are cut short
-    if not options.no_sanitizers and programs:
-        if sanitizer() is None:
+        for (name, _), future in zip(tasks, tests):
+            r = future.result()
+            print(f"{'FAILED' if r.failed else 'ok':6} {name:36} {r.passed} passed, {r.failed} failed, {len(r.skips)} skipped  {r.seconds:.1f} s", flush=True)
+            for test, message in r.skips:
+                print(f"skipped: {test}: {message.strip()}")
+            if r.failed:
+                print("\n".join("    " + line for line in r.log.read_text(errors="replace").splitlines()[-60:]), flush=True)
+            f = families.setdefault(family_of(name), {"source_digest": digests.get(family_of(name), "unknown"), **gpu,
+                                                     "date": datetime.date.today().isoformat(), "passed": 0, "failed": 0, "skipped": 0, "sanitizers": {}})
+            f["passed"] += r.passed
+            f["failed"] += r.failed
+            f["skipped"] += len(r.skips)
+        table = {name: result for future in tables for name, result in future.result().items()}
+        for name, result in table.items():
+            print(f"sglang's {name}: {result}")
+        if table:
+            families["sglang"] = {"source_digest": digests.get("binding", "unknown"), **gpu, **of_theirs(table)}
+        save(options.evidence, families)  # what is known if the sanitizers are cut short
+
+        if sanitized and not planted:
             print("FAILED sanitizers: compute-sanitizer is not on this machine")
             families[family_of(programs[0].name)]["failed"] += 1
-        else:
-            calls = ROOT / "tests" / "gpu" / "gpu_calls.py"  # garbled calls of every family: nothing outside an array may be touched
-            with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-                garbled = pool.submit(sanitize, "memcheck", calls, results, options.timeout)
-                planted = dict(zip(TOOLS, pool.map(lambda t: sanitize(t, BUILD / "gpu-tests" / "planted_fault", results, options.timeout), TOOLS)))
-                runs = [(tool, p) for p in programs for tool in TOOLS]
-                found = pool.map(lambda run: sanitize(*run, results, options.timeout), runs)
-            errors, log = garbled.result()
-            print(f"{'ok' if errors == 0 else 'FAILED':6} memcheck   {calls.name:36} {'no verdict' if errors is None else errors} errors")
-            if errors != 0:
-                print("\n".join("    " + line for line in log.read_text(errors="replace").splitlines()[-40:]))
-            if "binding" in families:
-                families["binding"]["sanitizers"]["memcheck"] = "clean" if errors == 0 else "no verdict" if errors is None else f"{errors} errors"
-                families["binding"]["passed" if errors == 0 else "failed"] += 1
-            blind = [t for t in TOOLS if not planted[t][0]]
-            for tool in blind:
-                print(f"FAILED {tool} did not report the planted fault:\n" + planted[tool][1].read_text(errors="replace")[-1500:])
-            for (tool, program), (errors, log) in zip(runs, found):
-                f = families[family_of(program.name)]
+        elif sanitized:
+            found = [future.result() for future in planted]
+            blind = [tool for tool, (errors, _) in zip(TOOLS, found) if not errors]
+            for tool, (_, log) in zip(TOOLS, found):
+                if tool in blind:
+                    print(f"FAILED {tool} did not report the planted fault:\n" + log.read_text(errors="replace")[-1500:])
+            for (tool, program), future in zip(sanitized, verdicts):
+                errors, log = future.result()
                 good = errors == 0 and tool not in blind
-                print(f"{'ok' if good else 'FAILED':6} {tool:10} {program.name:36} {'no verdict' if errors is None else errors} errors")
+                print(f"{'ok' if good else 'FAILED':6} {tool:10} {program.name:36} {'no verdict' if errors is None else errors} errors", flush=True)
                 if errors != 0:
                     print("\n".join("    " + line for line in log.read_text(errors="replace").splitlines()[-40:]))
+                f = families.get(family_of(program.name))
+                if f is None:  # garbled calls, where --only has left the binding out
+                    continue
                 f["failed"] += not good
                 f["passed"] += good
                 before = f["sanitizers"].get(tool, "clean")
