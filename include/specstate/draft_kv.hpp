@@ -36,8 +36,8 @@ class SPECSTATE_API KvProjection {
 /// T rows of features to the slots of a paged pool, all L layers. hidden: feature width; N KV heads of D (K) and Dv (V) channels;
 /// P rows and R channels of the rotary table, R even and at most D (the other D - R channels are not rotated).
 struct MaterializeIntoPoolParams {
-  TensorView ctx_hidden;  ///< [T, hidden] float32, bfloat16 or float16; or the target's features:
-  TensorView fc_weight;   ///< [hidden, features], optional, CPU only: ctx_hidden is [T, features], and what is projected is rms(fc x) * w
+  TensorView ctx_hidden;          ///< [T, hidden] float32, bfloat16 or float16; or the target's features:
+  TensorView fc_weight;           ///< [hidden, features], optional: ctx_hidden is [T, features], and what is projected is rms(fc x) * w
   TensorView hidden_norm_weight;  ///< [hidden]: w, given with fc_weight
   float hidden_norm_eps = 1e-6f;  ///< >= 0
   KvProjection projection;        ///< packed weights, or not given:
@@ -66,11 +66,12 @@ struct MaterializeIntoPoolParams {
 /// call of this header on that GPU throws then, or raise_pending_error. Of the scales only those given as numbers can be refused.
 SPECSTATE_API void materialize_into_pool(const MaterializeIntoPoolParams& params, Stream stream = {});
 
-/// Bytes of `workspace` that the call needs: 0 on the CPU and for few tokens, and bounded whatever their number.
+/// Bytes of `workspace` that the call needs: 0 on the CPU and, without target features, for few tokens; bounded whatever their number.
 SPECSTATE_API std::int64_t materialize_workspace_bytes(const MaterializeIntoPoolParams& params);
 
-/// Throws Error(kValue) if finished CUDA work of this header on `device` met a row that it could not write, and forgets it. Does not
-/// wait: synchronise first for the calls made so far. Does nothing for the CPU.
+/// Throws Error(kValue) if finished CUDA work of this header on `device`, of whichever stream and thread, met a row that it could not write,
+/// and forgets it: of several threads that ask one is told. Does not wait: synchronise first for the calls made so far. Calls of this header
+/// ask, too, before they do anything. Does nothing for the CPU.
 SPECSTATE_API void raise_pending_error(const Device& device);
 
 /// RMSNorm of K per head, rotary, and V as it is, for a projection that was made elsewhere (SGLang's `_fused_norm_rope_stacked`).

@@ -37,8 +37,15 @@ def _dense_copy(x):
 _workspaces = {}  # (kind, device, stream) -> array
 
 
+def materialize_workspace_bytes(ctx_hidden, fc_weight=None):
+    """Bytes of `workspace` that `materialize_into_pool` needs for these arguments: 0 on the CPU, and bounded whatever the number of tokens."""
+    shape_of("ctx_hidden", ctx_hidden, 2)
+    return function("draft_kv_workspace_bytes")(array_in("ctx_hidden", ctx_hidden), array_in("fc_weight", fc_weight))
+
+
 def _workspace(like, fc_weight, stream):
-    """What long CUDA calls need, allocated by the framework at the first one and kept: calls of one stream follow each other."""
+    """What long CUDA calls and those from target features need, allocated by the framework at the first one and kept: calls of one stream follow
+    each other."""
     needed = function("draft_kv_workspace_bytes")(like, fc_weight)
     if needed == 0:
         return None
@@ -87,6 +94,7 @@ def materialize_into_pool(
     fc_weight=None,
     hidden_norm_weight=None,
     hidden_norm_eps=1e-6,
+    workspace=None,
     stream=None,
 ):
     """Features to keys and values of all draft layers, in one pass into a paged pool. Returns None.
@@ -104,7 +112,9 @@ def materialize_into_pool(
     k_scale, v_scale: a number, 0-d or [L]; an fp8 pool holds value / scale, saturated at +-448. Only 1 for other pools.
     is_neox_style: rotary pairs (i, i + R/2), else (2i, 2i + 1). round_after_norm: K is rounded between norm and rotary too.
     fc_weight [hidden, features], hidden_norm_weight [hidden]: ctx_hidden is [T, features], the target's concatenated hidden states, and
-    what is projected is rms(fc x) * w (hidden_norm_eps in its root), rounded to ctx_hidden's dtype before and after the norm. CPU only.
+    what is projected is rms(fc x) * w (hidden_norm_eps in its root), rounded to ctx_hidden's dtype before and after the norm.
+    workspace: CUDA only, a dense array of `materialize_workspace_bytes` bytes on that GPU, 16-byte aligned; what it holds does not matter. By default
+    one is kept for each stream: graphs that are captured on one stream and replayed at the same time on several need one each.
 
     V is the float32 projection rounded once to ctx_hidden's dtype, K is rounded so before the norm and after the rotary, then both
     to the pool's dtype. A row's bits never depend on the other rows. Where two rows name one slot, the last one stands.
@@ -138,6 +148,7 @@ def materialize_into_pool(
         fc_weight=fc_weight,
         hidden_norm_weight=hidden_norm_weight,
         hidden_norm_eps=hidden_norm_eps,
+        workspace=workspace,
         stream=stream,
     )
 
@@ -164,6 +175,7 @@ def _materialize(
     hidden_norm_weight=None,
     hidden_norm_eps=1e-6,
     round_to_weight_dtype=False,
+    workspace=None,
     stream=None,
 ):
     stream = stream_handle(stream, ctx_hidden)
@@ -188,7 +200,7 @@ def _materialize(
         array_in("hidden_norm_weight", hidden_norm_weight),
         number("hidden_norm_eps", hidden_norm_eps),
         round_to_weight_dtype,
-        _workspace(ctx_hidden, fc_weight, stream) if is_cuda(ctx_hidden) else None,
+        _workspace(ctx_hidden, fc_weight, stream) if workspace is None and is_cuda(ctx_hidden) else array_out("workspace", workspace),
         stream,
     )
 
@@ -207,8 +219,9 @@ class FusedKVMaterializeHelper:
     if it can grow, ``_ensure_cos_sin_cache_length(max_position)``. num_kv_heads, head_dim: those of every layer; device: kept for the
     caller, the weights say where the work is done. max_position_hint: tokens to reserve rotary rows for.
 
-    The weights are packed here once; `refresh_weights` packs them again after they changed (on CUDA into the same memory). Nothing
-    else is kept between calls. CUDA: all layers are made at once; with a position hint nothing waits for the GPU, a position outside
+    The weights are packed here once, and again (on CUDA into the same memory) when a call finds that a layer has another tensor or that torch has
+    counted a write to one of them. `refresh_weights` does it for writes that torch does not count (through ``.data``, by NumPy) and for graphs
+    that were captured before. Nothing else is kept between calls. CUDA: all layers are made at once; with a position hint nothing waits for the GPU, a position outside
     the rotary table leaves its row unwritten and the next call raises.
     """
 
@@ -275,20 +288,31 @@ class FusedKVMaterializeHelper:
         if tuple(attn.k_norm.weight.shape) != (self.head_dim,):
             refuse("k_norm.weight", f"shape ({self.head_dim},)", tuple(attn.k_norm.weight.shape))
 
-    def refresh_weights(self):
-        """Packs the layers' weights again: to be called after they changed."""
-        layers = []
+    def _sources(self):
+        """The layers' tensors, and torch's count of writes to each."""
         for layer in self._layers:
             attn = layer.self_attn
+            for x in (attn.qkv_proj.weight, attn.k_norm.weight, getattr(attn.qkv_proj, "bias", None)):
+                try:
+                    yield x, getattr(x, "_version", 0)
+                except RuntimeError:  # made under inference_mode: not counted
+                    yield x, 0
+
+    def _changed(self):
+        return any(x is not before or n != count for (x, n), (before, count) in zip(self._sources(), self._packed_from))
+
+    def refresh_weights(self):
+        """Packs the layers' weights again: after writes that torch does not count, and before replays of graphs that were captured earlier."""
+        layers, packed_from = [], list(self._sources())
+        for i, layer in enumerate(self._layers):
+            attn = layer.self_attn
             kv = slice(attn.q_size, attn.q_size + 2 * self.kv_size)
-            weight, norm, bias = (
-                w.detach() if hasattr(w, "detach") else w
-                for w in (attn.qkv_proj.weight, attn.k_norm.weight, getattr(attn.qkv_proj, "bias", None))
-            )
+            weight, norm, bias = (w.detach() if hasattr(w, "detach") else w for w, _ in packed_from[3 * i : 3 * i + 3])
             layers.append((weight[kv], None if bias is None else bias[kv], norm, float(attn.k_norm.variance_epsilon)))
         self._dtype = _dtype_name(self._layers[0].self_attn.qkv_proj.weight)
         if is_cuda(layers[0][0]):
             self._refresh_cuda(layers)
+            self._packed_from = packed_from
             return
         packed = []
         for weight, bias, norm, variance_epsilon in layers:
@@ -296,13 +320,13 @@ class FusedKVMaterializeHelper:
             norm_copy[0] = norm
             eps[0] = variance_epsilon
             packed.append((KvProjection(weight[None], None if bias is None else bias[None])._packed, norm_copy, eps))
-        self._packed = packed  # all layers or none
+        self._packed, self._packed_from = packed, packed_from  # all layers or none
 
     def _refresh_cuda(self, layers):
         """One dense copy of all layers; later refreshes write into it, so graphs that were captured see the new weights."""
         weight, bias, norm, _ = layers[0]
         biased = any(b is not None for _, b, _, _ in layers)
-        if self._cuda is None:
+        if self._cuda is None or (tuple(self._cuda[0].shape[1:]), self._cuda[0].dtype) != (tuple(weight.shape), weight.dtype) or biased != (self._cuda[1] is not None):
             n = len(layers)
             self._cuda = (
                 empty_like(weight, (n, *weight.shape)),
@@ -362,6 +386,8 @@ class FusedKVMaterializeHelper:
             table = self._rope_table(int(positions.max()))
         if not callable(write_layer_kv):
             raise TypeError(f"write_layer_kv: expected a function, got {kind_of(write_layer_kv)}.")
+        if self._changed():
+            self.refresh_weights()
         shape = (total_ctx, self.num_kv_heads, self.head_dim)
         if self._cuda is not None:  # one pass over all layers
             weight, bias, norm, eps = self._cuda

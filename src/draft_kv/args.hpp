@@ -54,8 +54,9 @@ void run(const FusedNormRopeStackedArgs& args, Stream stream);
 namespace cuda {
 void run(const MaterializeArgs& args, Stream stream);
 void run(const FusedNormRopeStackedArgs& args, Stream stream);
-/// Bytes of workspace that a call of so many tokens needs: bounded, whatever their number.
-std::int64_t workspace_bytes(std::int64_t tokens);
+/// Bytes of workspace that a call of so many tokens needs: bounded, whatever their number. `item`: bytes of a value of the context
+/// [tokens, hidden] that is made of target features, 0 without them.
+std::int64_t workspace_bytes(std::int64_t tokens, std::int64_t hidden, std::int64_t item);
 /// Throws Error(kValue) if an earlier call on the current device met a row that it could not write; clears that.
 void raise_flags();
 }  // namespace cuda

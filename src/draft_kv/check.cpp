@@ -137,9 +137,6 @@ MaterializeArgs check(const MaterializeIntoPoolParams& p) {
       b("b"), W("W");
   check.arg("ctx_hidden", p.ctx_hidden).required().dtype(kFloats).shape({T, p.fc_weight.given() ? features : hidden}).same_device();
   if (p.fc_weight.given()) {
-    if (p.ctx_hidden.device.type == DeviceType::kCuda)
-      core::throw_not_implemented(
-          "materialize_into_pool: fc_weight: target features have no CUDA form yet; give the projection's features.");
     check.arg("fc_weight", p.fc_weight).dtype(kFloats).shape({hidden, features}).same_device();
     check.arg("hidden_norm_weight", p.hidden_norm_weight).required().dtype(kFloats).shape({hidden}).same_device();
     check.require(p.hidden_norm_eps >= 0 && p.hidden_norm_eps < HUGE_VALF, "hidden_norm_eps", "a finite number >= 0",

@@ -250,11 +250,16 @@ TEST(Materialize, TensorsOnAGpuAreCheckedWithoutReadingThem) {
     EXPECT_EQ(refusal([&] { materialize_into_pool(p); }), "");
     const TensorView fc(c.weight.data(), DType::kFloat32, {c.hidden, c.hidden}, p.ctx_hidden.device);
     p.fc_weight = fc;
-    EXPECT_EQ(refusal([&] { materialize_into_pool(p); }),
-              "materialize_into_pool: fc_weight: target features have no CUDA form yet; give the projection's features.");
-    p.fc_weight = {};
+    EXPECT_EQ(refusal([&] { materialize_into_pool(p); }), "materialize_into_pool: hidden_norm_weight: expected a tensor, got none.");
+    p.hidden_norm_weight = TensorView(c.weight.data(), DType::kFloat32, {c.hidden}, p.ctx_hidden.device);
+    EXPECT_NE(refusal([&] { materialize_into_pool(p); }).find("materialize_into_pool: workspace: expected at least "), std::string::npos);
+    for (const std::int64_t tokens : {4096, 50'000'000}) {  // rounds of 2048 tokens
+      p.ctx_hidden.sizes[0] = tokens;
+      EXPECT_LT(materialize_workspace_bytes(p), 2048 * (4 * c.hidden + 4 * c.hidden / 64 + 64) + 4096);
+    }
+    p.fc_weight = p.hidden_norm_weight = {}, p.ctx_hidden.sizes[0] = c.T;
     EXPECT_EQ(materialize_workspace_bytes(p), 0);
-    p.ctx_hidden.sizes[0] = 5000;
+    p.ctx_hidden.sizes[0] = 10'000;
     const std::int64_t bytes = materialize_workspace_bytes(p);
     EXPECT_GT(bytes, 0);
     p.ctx_hidden.sizes[0] = 50'000'000;
@@ -279,22 +284,21 @@ void deal(int layers, int heads, int clusters) {
     const Columns<kHeadDim> columns(layers, heads, c, clusters);
     std::int64_t blocks = 0;
     for (int t = 0; t < columns.tiles(); ++t) {
-      const Block first = columns.block(t, 0, heads), second = columns.block(t, 1, heads);
+      const Block first = columns.block(t, 0, heads);
       ASSERT_TRUE(first.here);
-      if (kHeadDim == 128 && !first.is_v) {
-        ASSERT_TRUE(second.here && !second.is_v && first.layer == second.layer && first.index == second.index);
-        ASSERT_TRUE(first.channel == 0 && second.channel == 64);
+      for (int i = 0; i < columns.kInTile; ++i) {
+        const Block b = columns.block(t, i, heads);
+        if (kHeadDim == 128 && !first.is_v)  // a head of K is one tile
+          ASSERT_TRUE(b.here && !b.is_v && b.layer == first.layer && b.index == first.index && b.channel == columns.kWide * i);
+        if (!b.here) continue;
+        ++seen[{b.layer, b.is_v, b.index, b.channel}], ++blocks;
+        ASSERT_EQ(column_of<kHeadDim>(b, heads),
+                  (b.is_v ? v_column(0, 0, heads, kHeadDim, b.index, kHeadDim) : k_column(0, 0, b.index, kHeadDim)) + b.channel);
       }
-      for (const Block& b : {first, second})
-        if (b.here) {
-          ++seen[{b.layer, b.is_v, b.index, b.channel}], ++blocks;
-          ASSERT_EQ(column_of<kHeadDim>(b, heads),
-                    (b.is_v ? v_column(0, 0, heads, kHeadDim, b.index, kHeadDim) : k_column(0, 0, b.index, kHeadDim)) + b.channel);
-        }
     }
     least = std::min(least, blocks), most = std::max(most, blocks);
   }
-  ASSERT_EQ(static_cast<int>(seen.size()), layers * 2 * heads * (kHeadDim / 64));
+  ASSERT_EQ(static_cast<int>(seen.size()), layers * 2 * heads * Columns<kHeadDim>::kInHead);
   for (const auto& [block, times] : seen) {
     ASSERT_EQ(times, 1);
     ASSERT_LT(std::get<0>(block), layers);

@@ -268,6 +268,26 @@ void check_stacked(DType io, std::int64_t tokens, std::int64_t layers, std::int6
   EXPECT_EQ(v.difference(), "");
 }
 
+TEST(DraftKvGpu, TargetFeatures) {
+  SPECSTATE_NEEDS_GPU();
+  check({kB, 16, 4, 2, 2, 128, 128, 512, 640}, true, false, true);
+  check({kB, 60, 4, 1, 2, 64, 64, 1152, 576}, true, true, false);
+  check({kB, 72, 8, 1, 1, 128, 64, 512, 1280}, true, false, true);
+  check({kB, 20, 4, 2, 2, 46, 20, 33, 50}, true, false, false);
+}
+
+TEST(DraftKvGpu, LaunchesOfADecodeStep) {
+  SPECSTATE_NEEDS_GPU();
+  const OwnStream stream;
+  for (const std::int64_t tokens : {1, 16, 64}) {
+    for (const std::int64_t features : {0, 640}) {
+      Case c({kB, tokens, 1, 2, 2, 128, 128, 512, features});
+      const Captured graph(stream, [&](Stream s) { materialize_into_pool(c.params(Where::kDevice), s); });
+      EXPECT_EQ(graph.kernels(), features ? 2 : 1) << tokens << " tokens, " << features << " features";
+    }
+  }
+}
+
 TEST(DraftKvGpu, ProjectionsMadeElsewhere) {
   SPECSTATE_NEEDS_GPU();
   check_stacked(kB, 7, 3, 2, 128, 128);

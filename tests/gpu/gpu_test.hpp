@@ -185,6 +185,19 @@ class Captured {
     if (exec_) cudaGraphExecDestroy(exec_);
     if (graph_) cudaGraphDestroy(graph_);
   }
+  /// How many kernels the call launches.
+  std::size_t kernels() const {
+    std::size_t n = 0, kernels = 0;
+    if (!graph_ || cudaGraphGetNodes(graph_, nullptr, &n) != cudaSuccess) return 0;
+    std::vector<cudaGraphNode_t> nodes(n);
+    cudaGraphGetNodes(graph_, nodes.data(), &n);
+    for (cudaGraphNode_t node : nodes) {
+      cudaGraphNodeType type{};
+      cudaGraphNodeGetType(node, &type);
+      kernels += type == cudaGraphNodeTypeKernel;
+    }
+    return kernels;
+  }
   ::testing::AssertionResult replay() const {
     if (!ok_) return ::testing::AssertionFailure() << "the call could not be captured: " << cudaGetErrorString(cudaGetLastError());
     if (cudaGraphLaunch(exec_, stream_.native()) != cudaSuccess) return ::testing::AssertionFailure() << "cudaGraphLaunch";

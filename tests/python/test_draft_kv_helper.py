@@ -239,6 +239,31 @@ def test_defaults_of_a_bare_rotary_object():
     np.testing.assert_array_equal(raw(got), raw(want))
 
 
+class Counted(np.ndarray):
+    """An array that says how often it was written, as torch's tensors do."""
+
+    _version = 0
+
+
+def test_counted_writes_and_new_tensors_are_packed_by_the_next_call():
+    rope = Rope()
+    layers = make_layers(rope=rope)
+    for layer in layers:
+        layer.self_attn.k_norm.weight = layer.self_attn.k_norm.weight.view(Counted)
+    helper = FusedKVMaterializeHelper(layers, rope, 2, 8, "cpu")
+    hidden, positions = np.random.default_rng(9).standard_normal((3, 24)).astype(BF16), np.arange(3)
+    before = collect(helper, hidden, positions)
+    fresh = lambda: collect(FusedKVMaterializeHelper(layers, rope, 2, 8, "cpu"), hidden, positions)
+    layers[1].self_attn.qkv_proj.weight = (layers[1].self_attn.qkv_proj.weight.astype(np.float32) * 2).astype(BF16)
+    np.testing.assert_array_equal(raw(collect(helper, hidden, positions)), raw(fresh()))
+    layers[2].self_attn.k_norm.weight *= np.asarray(2, BF16)
+    np.testing.assert_array_equal(raw(collect(helper, hidden, positions)[0][:2]), raw(fresh()[0][:2]))
+    layers[2].self_attn.k_norm.weight._version += 1
+    after = collect(helper, hidden, positions)
+    np.testing.assert_array_equal(raw(after), raw(fresh()))
+    assert (np.asarray(after[0][2], np.float32) != np.asarray(before[0][2], np.float32)).any()
+
+
 def test_refresh_weights_packs_again():
     rope = Rope()
     layers = make_layers(rope=rope)

@@ -16,6 +16,7 @@ struct AnyShape {
   int v_head_dim;
   const Row* list;  // or null
   const int* list_count;
+  bool listed;  // row i of ctx is row i of the list
 };
 struct AnyShared {
   float x[kAnyRows][kAnyDepth + 1], w[kAnyColumns][kAnyDepth + 1];
@@ -52,11 +53,11 @@ __global__ void __launch_bounds__(kAnyThreads) any_rows(const __grid_constant__ 
       __syncthreads();
       for (int i = thread; i < kAnyRows * kAnyDepth; i += kAnyThreads) {
         const int r = i / kAnyDepth, k = i % kAnyDepth;
-        m.x[r][k] =
-            r < rows && k < depth
-                ? round_to(s.norm_rope.io, value_at(s.ctx.data, s.ctx.dtype,
-                                                    (p.rows.first + list[first + r].row) * s.ctx.strides[0] + (k0 + k) * s.ctx.strides[1]))
-                : 0.0f;
+        m.x[r][k] = r < rows && k < depth
+                        ? round_to(s.norm_rope.io, value_at(s.ctx.data, s.ctx.dtype,
+                                                            (s.listed ? first + r : p.rows.first + list[first + r].row) * s.ctx.strides[0] +
+                                                                (k0 + k) * s.ctx.strides[1]))
+                        : 0.0f;
       }
       for (int i = thread; i < kAnyColumns * kAnyDepth; i += kAnyThreads) {
         const int c = i / kAnyDepth, k = i % kAnyDepth;
@@ -91,6 +92,69 @@ __global__ void __launch_bounds__(kAnyThreads) any_rows(const __grid_constant__ 
       store_channel(pool.data, head.is_v ? p.v_dtype : p.k_dtype, offset + i * pool.channel_stride, scale,
                     head.is_v ? x[i] : round_to(s.norm_rope.io, x[i]));
     }
+  }
+}
+
+/// The product of target features, kAnyRows rows x kAnyColumns columns a block: rounded, into the dense `context`.
+__global__ void __launch_bounds__(kAnyThreads) any_features(std::int64_t first_row, const TensorView x, const TensorView weight,
+                                                            const TensorView context, const Row* list, const int* count) {
+  __shared__ float xs[kAnyRows][kAnyDepth + 1], ws[kAnyColumns][kAnyDepth + 1];
+  ptx::wait_for_previous();
+  const int first = blockIdx.x * kAnyRows, rows = min(*count - first, kAnyRows);
+  if (rows <= 0) return;
+  const std::int64_t c0 = static_cast<std::int64_t>(blockIdx.y) * kAnyColumns, columns = context.sizes[1], features = x.sizes[1];
+  const int thread = threadIdx.x, row = thread / 16, quarter = thread % 16;
+  float sum[4] = {};
+  for (std::int64_t k0 = 0; k0 < features; k0 += kAnyDepth) {
+    const int depth = static_cast<int>(min(features - k0, static_cast<std::int64_t>(kAnyDepth)));
+    __syncthreads();
+    for (int i = thread; i < kAnyRows * kAnyDepth; i += kAnyThreads) {
+      const int r = i / kAnyDepth, k = i % kAnyDepth;
+      xs[r][k] = r < rows && k < depth
+                     ? round_to(context.dtype,
+                                value_at(x.data, x.dtype, (first_row + list[first + r].row) * x.strides[0] + (k0 + k) * x.strides[1]))
+                     : 0.0f;
+    }
+    for (int i = thread; i < kAnyColumns * kAnyDepth; i += kAnyThreads) {
+      const int c = i / kAnyDepth, k = i % kAnyDepth;
+      ws[c][k] = c0 + c < columns && k < depth
+                     ? value_at(weight.data, weight.dtype, (c0 + c) * weight.strides[0] + (k0 + k) * weight.strides[1])
+                     : 0.0f;
+    }
+    __syncthreads();
+    for (int k = 0; k < depth; ++k)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sum[j] = fmaf(xs[row][k], ws[quarter + 16 * j][k], sum[j]);
+  }
+  if (row >= rows) return;
+#pragma unroll
+  for (int j = 0; j < 4; ++j)
+    if (const std::int64_t c = c0 + quarter + 16 * j; c < columns) {
+      store_channel(context.data, context.dtype, (first + row) * columns + c, 1.0f, round_to(context.dtype, sum[j]));
+    }
+}
+
+/// A block a row of `context`, in place: its norm.
+__global__ void __launch_bounds__(kAnyThreads) any_normalize(const TensorView context, const Values norm, float eps, const int* count) {
+  __shared__ float part[kAnyThreads / 32];
+  ptx::wait_for_previous();
+  if (static_cast<int>(blockIdx.x) >= *count) return;
+  const std::int64_t hidden = context.sizes[1], row = blockIdx.x * hidden;
+  float squares = 0;
+  for (std::int64_t i = threadIdx.x; i < hidden; i += kAnyThreads) {
+    const float x = value_at(context.data, context.dtype, row + i);
+    squares = fmaf(x, x, squares);
+  }
+#pragma unroll
+  for (int d = 16; d > 0; d /= 2) squares += __shfl_xor_sync(~0u, squares, d);
+  if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = squares;
+  __syncthreads();
+  squares = part[0];
+  for (int w = 1; w < kAnyThreads / 32; ++w) squares += part[w];
+  const float s = norm_factor(squares, hidden, eps);
+  for (std::int64_t i = threadIdx.x; i < hidden; i += kAnyThreads) {
+    const float x = value_at(context.data, context.dtype, row + i) * s * value_at(norm.data, norm.dtype, i * norm.stride);
+    store_channel(context.data, context.dtype, row + i, 1.0f, round_to(context.dtype, x));
   }
 }
 

@@ -2,14 +2,13 @@
 // The fused epilogue: what becomes of one head of one row once its projection is complete. Bias and rounding, for K the norm, the rotary
 // and rounding again, then the pool.
 //
-// Both products hand over the columns of a tile in the same order, so that both sum a norm in one order. The rows of the weight tile are not
-// in their own order in shared memory: the tensor map exchanges two bit fields, so that a thread, which the tensor cores give columns
-// 8 j + 2 q + {0, 1} (q its place among four lanes), holds eight neighbouring channels from four neighbouring j. In words of two channels:
-//   word l = jl + 4 q + 16 jh   (0 <= jl, q, jh < 4)   lies at   j = jl + 4 jh of lane q.
-// A word's partner is the word half a head further: with a rotary over the whole head, words are turned with their partners.
-// Sum of squares of a head: a word and its partner ("chunk"), then over jl, over jh (heads of 128), over q, each as a butterfly.
+// Both products leave the columns of a tile as the tensor cores do: of a row, lane q of four has the columns 8 j + 2 q + {0, 1}. In words of two
+// channels: word 4 j + q of lane q, 0 <= j < 16. A word's partner is the word half a head further: with a rotary over the whole head, words are turned
+// with their partners. Both sum the squares of a head in one order: a word and its partner ("chunk"), then over j, then over q, each as a butterfly.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+
+#include <type_traits>
 
 #include "draft_kv/cuda/rows.cuh"
 
@@ -35,6 +34,14 @@ __device__ __forceinline__ float value_at(const void* data, DType dtype, std::in
   if (dtype == DType::kFloat64) return static_cast<float>(static_cast<const double*>(data)[i]);
   return static_cast<const float*>(data)[i];
 }
+
+__device__ __forceinline__ int size_of_value(DType dtype) { return dtype == DType::kFloat32 ? 4 : dtype == DType::kFloat64 ? 8 : 2; }
+/// One of two 16-bit values in a word.
+__device__ __forceinline__ float from_pair(std::uint32_t pair, DType dtype, int which) {
+  const auto bits = static_cast<std::uint16_t>(pair >> (16 * which));
+  return dtype == DType::kBFloat16 ? core::to_float(core::bfloat16{bits}) : __half2float(__ushort_as_half(bits));
+}
+__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 /// Two floats as two e4m3 codes, saturating.
 __device__ __forceinline__ std::uint16_t e4m3_pair(float low, float high) {
@@ -103,17 +110,15 @@ __device__ __forceinline__ void store_channels(const LayerPool& pool, DType dtyp
     store_two(pool.data, dtype, wide && dtype != DType::kBFloat16, head_offset + channel * pool.channel_stride, pool.channel_stride, scale,
               make_float2(x[0], x[1]));
 }
-/// Eight.
+/// Four.
 __device__ __forceinline__ void store_channels(const LayerPool& pool, DType dtype, bool wide, std::int64_t head_offset, int channel,
-                                               float scale, const float (&x)[8]) {
-  if (wide && dtype == DType::kBFloat16) {
-    *reinterpret_cast<uint4*>(static_cast<std::uint16_t*>(pool.data) + head_offset + channel) =
-        make_uint4(bf16_pair(x[0], x[1]), bf16_pair(x[2], x[3]), bf16_pair(x[4], x[5]), bf16_pair(x[6], x[7]));
-  } else {
-    const std::int64_t at = head_offset + channel * pool.channel_stride, s = pool.channel_stride;
-    store_four(pool.data, dtype, wide, at, s, scale, make_float4(x[0], x[1], x[2], x[3]));
-    store_four(pool.data, dtype, wide, at + 4 * s, s, scale, make_float4(x[4], x[5], x[6], x[7]));
-  }
+                                               float scale, const float (&x)[4]) {
+  if (wide && dtype == DType::kBFloat16)
+    *reinterpret_cast<uint2*>(static_cast<std::uint16_t*>(pool.data) + head_offset + channel) =
+        make_uint2(bf16_pair(x[0], x[1]), bf16_pair(x[2], x[3]));
+  else
+    store_four(pool.data, dtype, wide, head_offset + channel * pool.channel_stride, pool.channel_stride, scale,
+               make_float4(x[0], x[1], x[2], x[3]));
 }
 
 __device__ __forceinline__ float scale_of(const Problem& p, const Head& head) {
@@ -129,6 +134,44 @@ __device__ __forceinline__ float chunk_squares(const float (&x)[4]) {
 }
 __device__ __forceinline__ float norm_factor(float squares, int head_dim, float eps) {
   return 1.0f / sqrtf(squares / static_cast<float>(head_dim) + eps);
+}
+
+// ------------------------------------------------------------------------------------------------- the norm of target features (features.cuh)
+
+/// What the product leaves, and the norm.
+struct Context {
+  std::uint16_t* raw;  // [rows, hidden] of Io; after normalize_rows the finished rows
+  float* squares;      // [rows, hidden / 64]
+  Values norm;         // [hidden]
+  float eps;
+  int hidden;
+};
+
+/// The factor of a row from the sums of its blocks of 64 columns, by a warp.
+__device__ __forceinline__ float row_factor(const Context& c, int row, int lane) {
+  const int blocks = c.hidden / 64;
+  float squares = 0;
+  for (int b = lane; b < blocks; b += 32) squares += c.squares[static_cast<std::int64_t>(row) * blocks + b];
+#pragma unroll
+  for (int d = 16; d > 0; d /= 2) squares += __shfl_xor_sync(~0u, squares, d);
+  return norm_factor(squares, c.hidden, c.eps);
+}
+
+/// Eight neighbouring values of a raw row, normed and rounded.
+template <class Io>
+__device__ __forceinline__ uint4 normed_piece(const Context& c, uint4 raw, float factor, int column) {
+  std::uint32_t word[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    float y[2];
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const Io x{static_cast<std::uint16_t>(word[i] >> (16 * e))};
+      y[e] = core::to_float(x) * factor * value_at(c.norm.data, c.norm.dtype, (column + 2 * i + e) * c.norm.stride);
+    }
+    word[i] = std::is_same_v<Io, core::bfloat16> ? bf16_pair(y[0], y[1]) : fp16_pair(y[0], y[1]);
+  }
+  return make_uint4(word[0], word[1], word[2], word[3]);
 }
 
 }  // namespace specstate::draft_kv::cuda

@@ -13,10 +13,21 @@ inline constexpr int kMaxLayers = 32;
 inline constexpr int kColumns = 128;
 /// Values of the summed dimension that a stage holds.
 inline constexpr int kDepth = 64;
-/// The one summation order: `hidden` is cut into kSlices runs of whole stages, each is summed by the tensor cores in rising order from
-/// zero, and the slices' sums are added in rising order in float32.
+/// The one summation order: the features are cut into runs of whole stages, each is summed by the tensor cores in rising order from zero, and the runs' sums are
+/// added in rising order in float32. The tensor cores truncate, and truncation adds up along a run: of a projection it has at most 1024 values.
+inline constexpr int kFewBlocks = 4;  // of a cluster of few_rows: each takes as many runs
+struct Runs {
+  int count, stages, longer;  // the first `longer` have one stage more
+
+  SPECSTATE_HD constexpr Runs(int runs, int all) : count(runs), stages(all / runs), longer(all % runs) {}
+  /// The runs of a projection of `hidden` features.
+  SPECSTATE_HD static constexpr Runs of(int hidden) { return {kFewBlocks * ((hidden + 4095) / 4096), hidden / kDepth}; }
+  SPECSTATE_HD constexpr int begin(int run) const { return run * stages + (run < longer ? run : longer); }
+};
+
+/// The runs of the product that makes features (features.cuh).
 inline constexpr int kSlices = 8;
-SPECSTATE_HD inline int slice_begin(int slice, int stages) { return static_cast<int>(static_cast<std::int64_t>(slice) * stages / kSlices); }
+SPECSTATE_HD constexpr int slice_begin(int slice, int stages) { return Runs(kSlices, stages).begin(slice); }
 
 /// A vector of floats of any of the storage types, or one that is not there (data null).
 struct Values {
@@ -65,6 +76,7 @@ struct Problem {
   bool is_neox_style, round_after_norm;
   DType k_dtype, v_dtype;
   bool k_wide, v_wide;           // rows of a head may be written in pieces of 8 channels
+  bool norm_pairs;               // norm weights may be read two at a time: 16 bits each, dense
   Target target[2][kMaxLayers];  // K, V
 };
 

@@ -27,13 +27,11 @@ __device__ __forceinline__ Row read_row(const Rows& x, int i, bool raise) {
   Row none{-1, 0, 0};
   if (i >= x.tokens) return none;
   const std::int64_t at = x.first + i;
+  // All three at once: they come from memory that nobody has touched yet.
   const std::int64_t slot = x.slots.data ? index_at(x.slots, at, x.width) : at;
-  if (x.commit.data) {
-    if (!is_written(slot, at % x.width, index_at(x.commit, at / x.width, 1))) return none;
-  } else if (slot < 0) {
-    return none;
-  }
   const std::int64_t position = index_at(x.positions, at, x.width);
+  const std::int64_t commit = x.commit.data ? index_at(x.commit, at / x.width, 1) : 1;
+  if (!is_written(slot, x.commit.data ? at % x.width : 0, commit)) return none;
   if (slot >= x.pool_slots || position < 0 || position >= x.table) {
     if (raise) x.flag[slot >= x.pool_slots ? kSlotFlag : kPositionFlag] = 1;
     return none;
@@ -41,11 +39,10 @@ __device__ __forceinline__ Row read_row(const Rows& x, int i, bool raise) {
   return {slot, i, static_cast<int>(position)};
 }
 
-/// By all kThreads threads of a block, for at most kThreads * kEach rows: the list in row order and its length. `bucket` holds kBuckets ints, a power of two
-/// of at least twice the rows. Ends with a barrier.
-template <int kThreads, int kEach, int kBuckets>
-__device__ int plan_rows(const Rows& x, Row* list, int* bucket, int* warp_count, bool raise) {
-  const int thread = threadIdx.x;
+/// By kThreads threads of a block that call themselves 0, 1, .. and meet at `sync`, for at most kThreads * kEach rows: the list in row order and its length.
+/// `bucket` holds kBuckets ints, a power of two of at least twice the rows. Ends with a barrier.
+template <int kThreads, int kEach, int kBuckets, class Sync>
+__device__ int plan_rows(const Rows& x, Row* list, int* bucket, int* warp_count, bool raise, int thread, Sync sync) {
   Row mine[kEach];
   for (int i = thread; i < kBuckets; i += kThreads) bucket[i] = -1;
 #pragma unroll
@@ -57,7 +54,7 @@ __device__ int plan_rows(const Rows& x, Row* list, int* bucket, int* warp_count,
 #pragma unroll
   for (int e = 0; e < kEach; ++e)
     if (thread * kEach + e < x.tokens) list[thread * kEach + e] = mine[e];
-  __syncthreads();
+  sync();
   int place[kEach];
 #pragma unroll
   for (int e = 0; e < kEach; ++e) {
@@ -76,7 +73,7 @@ __device__ int plan_rows(const Rows& x, Row* list, int* bucket, int* warp_count,
     }
     place[e] = static_cast<int>(h);
   }
-  __syncthreads();
+  sync();
   int kept = 0;
 #pragma unroll
   for (int e = 0; e < kEach; ++e) {
@@ -90,7 +87,7 @@ __device__ int plan_rows(const Rows& x, Row* list, int* bucket, int* warp_count,
     if (thread % 32 >= d) before += other;
   }
   if (thread % 32 == 31) warp_count[thread / 32] = before;
-  __syncthreads();
+  sync();
   int at = before - kept, total = 0;
   for (int w = 0; w < kThreads / 32; ++w) {
     if (w < thread / 32) at += warp_count[w];
@@ -99,8 +96,14 @@ __device__ int plan_rows(const Rows& x, Row* list, int* bucket, int* warp_count,
 #pragma unroll
   for (int e = 0; e < kEach; ++e)
     if (place[e] >= 0) list[at++] = mine[e];
-  __syncthreads();
+  sync();
   return total;
+}
+
+/// The same by all threads of the block.
+template <int kThreads, int kEach, int kBuckets>
+__device__ int plan_rows(const Rows& x, Row* list, int* bucket, int* warp_count, bool raise) {
+  return plan_rows<kThreads, kEach, kBuckets>(x, list, bucket, warp_count, raise, threadIdx.x, [] { __syncthreads(); });
 }
 
 /// Longer launches than a block of the product plans for itself: one block plans up to kListRows rows into `list`, `count`.

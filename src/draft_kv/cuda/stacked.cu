@@ -45,6 +45,10 @@ struct Piece {
 #pragma unroll
     for (int i = 0; i < static_cast<int>(sizeof(Io) / 2); ++i) raw[i] = ptx::load_streaming(reinterpret_cast<const uint4*>(p) + i);
   }
+  __device__ __forceinline__ void load_kept(const Io* p) {
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(Io) / 2); ++i) raw[i] = __ldg(reinterpret_cast<const uint4*>(p) + i);
+  }
   __device__ __forceinline__ void store(Io* p) const {
 #pragma unroll
     for (int i = 0; i < static_cast<int>(sizeof(Io) / 2); ++i) ptx::store_streaming(reinterpret_cast<uint4*>(p) + i, raw[i]);
@@ -73,19 +77,12 @@ struct Piece {
   }
 };
 
+/// Eight norm weights: `piece` where they were read as one.
 template <class Io>
-__device__ __forceinline__ void norm_weights(const Stacked& s, int layer, int channel, float (&w)[8]) {
-  const std::int64_t at = layer * s.norm_layer + channel * s.norm.stride;
-  if (s.norm_pieces) {  // the weights have the projection's dtype
-    Piece<Io> piece;
-    const uint4* from = reinterpret_cast<const uint4*>(static_cast<const Io*>(s.norm.data) + at);
+__device__ __forceinline__ void norm_weights(const Stacked& s, const Piece<Io>& piece, int layer, int channel, float (&w)[8]) {
+  if (s.norm_pieces) return piece.get(w);
 #pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof(Io) / 2); ++i) piece.raw[i] = __ldg(from + i);
-    piece.get(w);
-  } else {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) w[i] = value_at(s.norm.data, s.norm.dtype, at + i * s.norm.stride);
-  }
+  for (int i = 0; i < 8; ++i) w[i] = value_at(s.norm.data, s.norm.dtype, layer * s.norm_layer + (channel + i) * s.norm.stride);
 }
 
 __device__ __forceinline__ void angles_at(const float* p, float (&x)[8]) {
@@ -109,7 +106,7 @@ __device__ __forceinline__ void turn_apart(int piece, int pieces, int rotary, co
   }
 }
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 128;
 
 template <class Io>
 __global__ void __launch_bounds__(kThreads) norm_rope_pieces(const __grid_constant__ Stacked s) {
@@ -117,33 +114,33 @@ __global__ void __launch_bounds__(kThreads) norm_rope_pieces(const __grid_consta
   const int lanes = 1 << s.lanes_log2, t = threadIdx.x & (lanes - 1), pieces = s.dim / 16;
   std::uint32_t head = (blockIdx.x * kThreads + threadIdx.x) >> s.lanes_log2;
   // Whoever has no head (or no piece of it) stays for the exchanges, with zeros.
-  bool here = head < s.total;
-  head = here ? head : 0;
+  bool here = head < s.total && t < pieces;
+  head = head < s.total ? head : 0;
   const std::uint32_t row = head / s.heads, n = head - row * s.heads, in_launch = row / s.layers, layer = row - in_launch * s.layers;
   const std::int64_t token = s.first_token + in_launch;
   const std::int64_t position = s.positions.wide ? static_cast<const std::int64_t*>(s.positions.data)[token * s.positions.inner]
                                                  : static_cast<const int*>(s.positions.data)[token * s.positions.inner];
+  const int half = s.dim / 2;
+  const Io* from = static_cast<const Io*>(s.kv) + token * s.kv_token + layer * s.kv_layer + static_cast<std::int64_t>(n) * s.dim + 8 * t;
+  Piece<Io> k0{}, k1{}, v0, v1, n0{}, n1{};
+  if (here) {  // nothing of this waits for the position
+    k0.load(from), k1.load(from + half);
+    from += static_cast<std::int64_t>(s.heads) * s.dim;
+    v0.load(from), v1.load(from + half);
+    if (s.norm_pieces) {
+      const Io* const norm = static_cast<const Io*>(s.norm.data) + layer * s.norm_layer + 8 * t;
+      n0.load_kept(norm), n1.load_kept(norm + half);
+    }
+  }
+  const float eps = static_cast<const float*>(s.eps.data)[layer * s.eps.stride];
   if (position < 0 || position >= s.table_rows) {
     if (here) s.flag[kPositionFlag] = 1;
     here = false;
   }
-  here = here && t < pieces;
-  const int half = s.dim / 2;
-  const Io* from = static_cast<const Io*>(s.kv) + token * s.kv_token + layer * s.kv_layer + static_cast<std::int64_t>(n) * s.dim + 8 * t;
-  Piece<Io> k0{}, k1{}, v0, v1;
-  if (here) {
-    k0.load(from), k1.load(from + half);
-    from += static_cast<std::int64_t>(s.heads) * s.dim;
-    v0.load(from), v1.load(from + half);
-  }
-  const float* angles = s.table + (here ? position : 0) * s.table_row;
+  const float* const angles = s.table + (here ? position : 0) * s.table_row;
   const bool whole = s.rotary == s.dim;
-  float c[8] = {}, sine[8] = {}, w0[8] = {}, w1[8] = {};
-  if (here) {
-    if (whole) angles_at(angles + 8 * t, c), angles_at(angles + half + 8 * t, sine);
-    norm_weights<Io>(s, static_cast<int>(layer), 8 * t, w0), norm_weights<Io>(s, static_cast<int>(layer), half + 8 * t, w1);
-  }
-  const float eps = static_cast<const float*>(s.eps.data)[layer * s.eps.stride];
+  float c[8] = {}, sine[8] = {};
+  if (whole && here) angles_at(angles + 8 * t, c), angles_at(angles + half + 8 * t, sine);
   float x[8], y[8], chunk[4];
   k0.get(x), k1.get(y);
 #pragma unroll
@@ -151,12 +148,20 @@ __global__ void __launch_bounds__(kThreads) norm_rope_pieces(const __grid_consta
     const float words[4] = {x[2 * j], x[2 * j + 1], y[2 * j], y[2 * j + 1]};
     chunk[j] = chunk_squares(words);
   }
-  float squares = (chunk[0] + chunk[1]) + (chunk[2] + chunk[3]);
-  for (int d = 4; d < lanes; d *= 2) squares += __shfl_xor_sync(~0u, squares, d);
-  for (int d = 1; d < min(lanes, 4); d *= 2) squares += __shfl_xor_sync(~0u, squares, d);
-  const float factor = norm_factor(squares, s.dim, eps);
+  for (int d = 1; d < lanes; d *= 2)
 #pragma unroll
-  for (int i = 0; i < 8; ++i) x[i] = x[i] * factor * w0[i], y[i] = y[i] * factor * w1[i];
+    for (int j = 0; j < 4; ++j) chunk[j] += __shfl_xor_sync(~0u, chunk[j], d);
+  const float squares = (chunk[0] + chunk[1]) + (chunk[2] + chunk[3]);
+  const float factor = norm_factor(squares, s.dim, eps);
+  if (here) {
+    float w[8];
+    norm_weights(s, n0, static_cast<int>(layer), 8 * t, w);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] = x[i] * factor * w[i];
+    norm_weights(s, n1, static_cast<int>(layer), half + 8 * t, w);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) y[i] = y[i] * factor * w[i];
+  }
   if (whole) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
