@@ -45,7 +45,7 @@ struct FewTail {
   int bucket[2 * kFewMost<kGroups>], warp_count[8];
   int begin[kFewTiles + 1];        // of a tile of rows in the list
   short place[kFewMost<kGroups>];  // of a row in the list, or -1
-  std::uint64_t full[kFewStages], empty[kFewStages], planned, sums, free;
+  std::uint64_t full[kFewStages], empty[kFewStages], sums, free;
 };
 SPECSTATE_HD constexpr int few_share(int rows) { return (rows + kFewBlocks - 1) / kFewBlocks; }
 SPECSTATE_HD constexpr std::size_t few_tile_bytes(const FewShape& s) { return static_cast<std::size_t>(s.rows) * kDepth * 2; }
@@ -267,8 +267,7 @@ __global__ void __launch_bounds__(kFewThreads<kGroups>, 1)
   };
   if (thread == 32 * kProducer) {
     for (int i = 0; i < shape.stages; ++i) ptx::barrier_init(&tail.full[i], 1), ptx::barrier_init(&tail.empty[i], 4 * kGroups);
-    ptx::barrier_init(&tail.planned, 1), ptx::barrier_init(&tail.sums, 1 + kFewBlocks * 4 * kGroups),
-        ptx::barrier_init(&tail.free, kFinish * kFewBlocks);
+    ptx::barrier_init(&tail.sums, 1 + kFewBlocks * 4 * kGroups), ptx::barrier_init(&tail.free, kFinish * kFewBlocks);
     ptx::fence_barriers();
     for (int i = 0; i < min(loads, shape.stages); ++i) load();
   }
@@ -304,10 +303,13 @@ __global__ void __launch_bounds__(kFewThreads<kGroups>, 1)
         }
         product_wait(d);
         if (lane == 0) ptx::barrier_arrive(&tail.empty[before]);
-        if (u == 0)
-          ptx::barrier_wait(&tail.planned, 0);
-        else if (run == first_run)
-          barrier_wait_cluster(&tail.free, (u - 1) & 1);
+        __syncwarp();
+        if (run == first_run) {
+          if (u == 0)
+            named_barrier(3, 32 * kProducer);  // the plan is there: the one point where all of them meet
+          else
+            barrier_wait_cluster(&tail.free, (u - 1) & 1);
+        }
         const int begin = tail.begin[row_tile], share = few_share(tail.begin[row_tile + 1] - begin);
 #pragma unroll
         for (int side = 0; side < 2; ++side) {
@@ -385,7 +387,6 @@ __global__ void __launch_bounds__(kFewThreads<kGroups>, 1)
       ptx::fence_async();
     }
     sync();
-    if (at == 0) ptx::barrier_arrive(&tail.planned);
     if (context.raw) named_barrier(2, 32 * kProducer);
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 
@@ -406,6 +407,7 @@ __global__ void __launch_bounds__(kFewThreads<kGroups>, 1)
           const Row row = tail.list[first + finisher + kFinish * j];
           slot[j] = row.slot, turn[j] = turn_of<kHeadDim>(p, side, row.position, lane);
         }
+      if (u == 0) named_barrier(3, 32 * kProducer);  // those that multiply may look at the plan
       barrier_wait_cluster(&tail.sums, u & 1);
 #pragma unroll
       for (int j = 0; j < kEach; ++j) {

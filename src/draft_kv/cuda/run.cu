@@ -24,7 +24,7 @@ using specstate::cuda::launch;
 namespace {
 
 constexpr int kDevices = 64;
-constexpr int kFewTokens = 512;  // measured: decision 0010
+constexpr int kFewTokens = 128;  // measured: decision 0010
 
 using Encode = decltype(&cuTensorMapEncodeTiled);
 Encode tensor_map_encoder() {
@@ -194,9 +194,6 @@ void launch_few_features(const MaterializeArgs& a, const Problem& p, const Means
          stream, weight_map(a.fc_weight, 64, true), p, m.context, shape);
 }
 
-/// More rows than a tile of few_rows: its clusters share out a short call better than whole tiles do, but it multiplies rows that are not written.
-bool few_takes(const MaterializeArgs& a, int tokens) { return tokens <= (a.commit_lens.given() ? kFewRows * 2 : kFewTokens); }
-
 template <class Io, int kHeadDim>
 void launch_fast(const MaterializeArgs& a, Problem p, const Means& m, Stream stream) {
   const int features = static_cast<int>(a.ctx_hidden.sizes[1]);
@@ -206,7 +203,7 @@ void launch_fast(const MaterializeArgs& a, Problem p, const Means& m, Stream str
       if (raw && p.first_layer == 0) launch_few_features<Io>(a, p, m, stream);
       return launch_few<Io, kHeadDim, 1>(p, a.kv_weight, a.tokens, few, m.context, stream);
     }
-  } else if (few_takes(a, p.rows.tokens) && !raw) {
+  } else if (p.rows.tokens <= kFewTokens && !raw) {
     if (const FewShape few = few_shape<2>(p.rows.tokens, p.hidden, false); few.stages > 0)
       return launch_few<Io, kHeadDim, 2>(p, a.kv_weight, a.tokens, few, m.context, stream);
   }
