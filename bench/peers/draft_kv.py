@@ -34,17 +34,21 @@ def measure(timer, report, options):
     from sglang.kernels.ops.kvcache.kvcache import store_cache
     from sglang.kernels.ops.speculative.fused_kv_materialize import FusedKVMaterializeHelper
 
-    models = [(4096, 5, 5 * 4096), (2560, 5, 5 * 2560), (7168, 6, 6 * 7168)]  # Qwen3-8B, Qwen3-4B, K3-like
     heads, dim, kv = 8, 128, 1024
-    steps = [(1, 1, 1), (1, 16, 16), (1, 16, 7), (1, 64, 64), (1, 256, 256), (32, 16, 7), (1, 1024, 1024), (256, 16, 7), (1, 8192, 8192)]  # windows, rows, committed
-    chain = [(1, 1, 1), (1, 16, 7), (1, 64, 64), (32, 16, 7), (256, 16, 7), (1, 8192, 8192)]
+    some = [(1, 16, 7), (32, 16, 7), (1, 1024, 1024)]  # windows, rows, committed
+    models = [  # hidden, layers, features, steps of the projection, steps from target features
+        (4096, 5, 5 * 4096, [(1, 1, 1), (1, 16, 16), (1, 16, 7), (1, 64, 64), (1, 256, 256), (32, 16, 7), (1, 1024, 1024), (256, 16, 7), (1, 8192, 8192)],
+         [(1, 1, 1), (1, 16, 7), (1, 64, 64), (32, 16, 7), (256, 16, 7), (1, 8192, 8192)]),  # Qwen3-8B
+        (2560, 5, 5 * 2560, some, some[:2]),  # Qwen3-4B
+        (7168, 6, 6 * 7168, some, some[:2]),  # like K3
+    ]  # fmt: skip
     if timer.quick:
-        steps, chain, models = [(1, 16, 7)], [(1, 16, 7)], models[1:2]
+        models = [(2560, 5, 5 * 2560, some[:1], some[:1])]
     bf = dict(device="cuda", dtype=torch.bfloat16)
     slots = 20000
     table = torch.randn(40960, dim, device="cuda")
     rope = types.SimpleNamespace(rotary_dim=dim, is_neox_style=True, cos_sin_cache=table)
-    for hidden, layers, features in models:
+    for hidden, layers, features, steps, chain in models:
         torch.manual_seed(1)
         weight = torch.randn(layers, 2 * kv, hidden, **bf) * hidden**-0.5
         fc, hidden_norm = torch.randn(hidden, features, **bf) * features**-0.5, torch.rand(hidden, **bf) + 0.5

@@ -391,6 +391,9 @@ class FusedKVMaterializeHelper:
         shape = (total_ctx, self.num_kv_heads, self.head_dim)
         if self._cuda is not None:  # one pass over all layers
             weight, bias, norm, eps = self._cuda
+            if _dtype_name(ctx_hidden) != self._dtype:  # rounded here: the tensor cores multiply what has the weights' dtype
+                other, ctx_hidden = ctx_hidden, empty_like(ctx_hidden, tuple(ctx_hidden.shape), self._dtype)
+                ctx_hidden[...] = other
             k, v = (empty_like(ctx_hidden, (self.n_layers, *shape), self._dtype) for _ in range(2))
             _materialize(ctx_hidden, None, weight, norm, eps, table, positions, None, [k], [v], kv_bias=bias, round_to_weight_dtype=True)
             for i in range(self.n_layers):

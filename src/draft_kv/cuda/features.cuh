@@ -24,12 +24,12 @@ __global__ void __launch_bounds__(kNormalizeThreads) normalize_rows(const Contex
 // ------------------------------------------------------------------------------------------------------------------- few rows
 // As few_rows: a cluster of kSlices blocks owns a run of columns (in blocks of 64) and block r of it sums slice r of the features. But that slice of the rows
 // is long (20480 features / 8) and does not stay in shared memory: it streams with the weights, so all columns of a cluster are done at once, up to kFeatureBlocks
-// blocks a pass. A stage of the ring is 64 features of the rows and of every block.
+// blocks a pass. A stage of the ring is 64 features of the rows (the first part of the memory) and of every block (the second).
 //   warp 3        asks for the weights by tensor map, from before the rows are known;
 //   warps 0 - 2   fetch the rows, which may lie anywhere, by 16-byte asynchronous copies;
 //   warps 4 - 15  multiply: three groups of four, each two blocks of columns. A stage's products take less than half of the time in which the memory
 //                 brings one, so they are waited for at once and the stage is given back.
-// After a pass the ring's memory takes the slices' sums of the rows that this block finishes, and all warps add and store.
+// After a pass the memory of the weights takes the slices' sums of the rows that this block finishes, and all warps add and store.
 
 inline constexpr int kFewRowsOfBlock = kFewRows / kSlices;
 inline constexpr std::size_t kSumBytes = std::size_t{kSlices} * kFewRowsOfBlock * kColumns * 4;
@@ -44,10 +44,10 @@ struct FeatureTail {
   int bucket[2 * kFewRows], warp_count[kFeatureThreads / 32];
   std::uint64_t full[kFeatureMostStages], empty[kFeatureMostStages];
 };
-constexpr std::size_t feature_stage_bytes(int blocks) { return kRowTileBytes + blocks * kStageBytes / 2; }
+constexpr std::size_t feature_weight_bytes(int blocks) { return blocks * kStageBytes / 2; }
 /// An odd number of blocks: the last product reads beyond the last stage what nobody looks at.
 constexpr std::size_t feature_ring_bytes(const FeatureShape& s) {
-  return s.stages * feature_stage_bytes(s.blocks) + s.blocks % 2 * kStageBytes / 2;
+  return s.stages * (kRowTileBytes + feature_weight_bytes(s.blocks)) + s.blocks % 2 * kStageBytes / 2;
 }
 constexpr std::size_t feature_shared_bytes(const FeatureShape& s) { return 1024 + feature_ring_bytes(s) + sizeof(FeatureTail); }
 /// The ring for so many blocks of columns, dealt out to `clusters`; the sums must fit into it.
@@ -58,10 +58,10 @@ constexpr FeatureShape feature_shape(int features, int all, int clusters, std::s
   return s;
 }
 static_assert(feature_shape(20480, 64, 15, 232448).stages == 4 && feature_shape(20480, 64, 15, 232448).blocks == 5);
-static_assert((kFeatureBlocks + 1) / 2 * kSumBytes <= 4 * feature_stage_bytes(kFeatureBlocks) && kSumBytes <= 4 * feature_stage_bytes(1));
+static_assert((kFeatureBlocks + 1) / 2 * kSumBytes <= 4 * feature_weight_bytes(kFeatureBlocks) && kSumBytes <= 4 * feature_weight_bytes(1));
 
-/// Stages of row copies under way: they take a while, wherever the rows lie. (Fewer than the ring has: else nobody would ever be told of the oldest.)
-inline constexpr int kFeatureLag = 3;
+/// Stages of row copies under way. Not more: a stage is told of when this many further ones have been asked for, and the ring must have come round for each.
+inline constexpr int kFeatureLag = 1;
 /// The rows' part of a pass, by the warps that fetch: `copy(k, stage)` asks for the rows of a stage, each of which is told of once it is there.
 template <class Copy>
 __device__ __forceinline__ void fetch_rows(int depth, int stages, int stage, std::uint32_t parity, std::uint64_t* full,
@@ -130,7 +130,8 @@ __global__ void __launch_bounds__(kFeatureThreads, 1)
   extern __shared__ unsigned char shared_memory[];
   auto* const memory = reinterpret_cast<unsigned char*>((reinterpret_cast<std::uintptr_t>(shared_memory) + 1023) & ~std::uintptr_t{1023});
   auto& tail = *reinterpret_cast<FeatureTail*>(memory + feature_ring_bytes(shape));
-  const int stages = shape.stages, stage_bytes = static_cast<int>(feature_stage_bytes(shape.blocks));
+  const int stages = shape.stages, weight_bytes = static_cast<int>(feature_weight_bytes(shape.blocks));
+  unsigned char* const ring = memory + stages * kRowTileBytes;  // of the weights
   const int thread = threadIdx.x, group = thread / 128, warp = thread / 32, lane = thread % 32;
   const int rank = static_cast<int>(ptx::cluster_rank()), cluster = blockIdx.x / kSlices, clusters = gridDim.x / kSlices;
   const int all = c.hidden / 64;
@@ -147,7 +148,7 @@ __global__ void __launch_bounds__(kFeatureThreads, 1)
     for (stage += n; stage >= stages; stage -= stages) parity ^= 1;
   };
   const auto load = [&](int block, int blocks, int k) {
-    unsigned char* const to = memory + stage * stage_bytes + kRowTileBytes;
+    unsigned char* const to = ring + stage * weight_bytes;
     ptx::barrier_expect(&tail.full[stage], static_cast<std::uint32_t>(blocks * kStageBytes / 2));
     for (int b = 0; b < blocks; ++b)
       tile_load(to + b * (kStageBytes / 2), weights, (k_begin + k) * kDepth, (block + b) * 64, &tail.full[stage], policy);
@@ -163,7 +164,7 @@ __global__ void __launch_bounds__(kFeatureThreads, 1)
   }
   const int count = plan_rows<kFeatureThreads, 1, 2 * kFewRows>(p.rows, tail.list, tail.bucket, tail.warp_count, false);
   const int share = (count + kSlices - 1) / kSlices, mine = min(max(count - rank * share, 0), share);
-  auto* const received = reinterpret_cast<float4*>(memory);
+  auto* const received = reinterpret_cast<float4*>(ring);
 
   float d[64];
   for (int block = begin; block < end; block += shape.blocks) {
@@ -194,13 +195,13 @@ __global__ void __launch_bounds__(kFeatureThreads, 1)
       fetch_rows(depth, stages, stage, parity, tail.full, tail.empty, [&](int k, int s) {
 #pragma unroll
         for (int j = 0; j < 6; ++j)
-          if (from[j]) ptx::copy_async(memory + s * stage_bytes + to[j], from[j] + k * kDepth);
+          if (from[j]) ptx::copy_async(memory + s * kRowTileBytes + to[j], from[j] + k * kDepth);
       });
     } else {  // a group without a tile multiplies rubbish, in step with the others
       for (int k = 0; k < depth; ++k, advance(1)) {
-        const unsigned char* const a = memory + stage * stage_bytes;
         ptx::barrier_wait(&tail.full[stage], parity);
-        const std::uint64_t x = tile_descriptor(a), w = tile_descriptor(a + kRowTileBytes + (tile < tiles ? tile : 0) * kStageBytes);
+        const std::uint64_t x = tile_descriptor(memory + stage * kRowTileBytes),
+                            w = tile_descriptor(ring + stage * weight_bytes + (tile < tiles ? tile : 0) * kStageBytes);
         product_fence();
 #pragma unroll
         for (int s = 0; s < kDepth / 16; ++s) product<Io>(d, x + 2 * s, w + 2 * s, k > 0 || s > 0);
@@ -235,146 +236,6 @@ __global__ void __launch_bounds__(kFeatureThreads, 1)
     if (block + shape.blocks < end) {
       ptx::fence_async();
       ptx::cluster_sync();  // the sums are read: the ring may be filled again
-    }
-  }
-}
-
-// ---------------------------------------------------------------------------------------------------------- a verify step of many requests
-// Up to kMidTokens tokens, of which a few hundred rows stand: still bound by reading the weights, and too few tiles of many_rows for the multiprocessors. The
-// same division into slices and clusters, but a pass is 256 rows of two blocks of columns: groups 1 and 2 multiply 64-row tiles in turns (rows 64 (g - 1) and
-// 128 further), so that one stage's weights serve all rows. More than 256 rows are done in groups, which read the weights again.
-
-inline constexpr int kMidThreads = 384, kMidTokens = 512, kMidRows = 256, kMidStages = 4;
-inline constexpr int kMidShare = kMidRows / kSlices;  // rows that a block finishes
-inline constexpr std::size_t kMidStageBytes = kMidRows / 64 * kRowTileBytes + kStageBytes;
-struct MidTail {
-  Row list[2 * kMidThreads];
-  int bucket[2 * kMidTokens], warp_count[kMidThreads / 32];
-  std::uint64_t full[kMidStages], empty[kMidStages];
-};
-inline constexpr std::size_t kMidSharedBytes = 1024 + kMidStages * kMidStageBytes + sizeof(MidTail);
-static_assert(kMidSharedBytes <= 232448 && std::size_t{kSlices} * kMidShare * kColumns * 4 <= kMidStages * kMidStageBytes);
-
-/// A pass of one group: 64 rows from 64 * first_tile on, and with kTiles = 2 those 128 further. (The number is no condition inside: the compiler would
-/// finish every product before the next.)
-template <class Io, int kTiles>
-__device__ __forceinline__ void multiply_mid(float (&d)[2][64], const unsigned char* memory, int first_tile, int depth, int stage,
-                                             std::uint32_t parity, std::uint64_t* full, std::uint64_t* empty) {
-  for (int k = 0; k < depth; ++k) {
-    const unsigned char* const a = memory + stage * kMidStageBytes;
-    ptx::barrier_wait(&full[stage], parity);
-    const std::uint64_t w = tile_descriptor(a + kMidRows / 64 * kRowTileBytes);
-    product_fence();
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      const std::uint64_t x = tile_descriptor(a + (first_tile + 2 * tile) * kRowTileBytes);
-#pragma unroll
-      for (int s = 0; s < kDepth / 16; ++s) product<Io>(d[tile], x + 2 * s, w + 2 * s, k > 0 || s > 0);
-    }
-    product_commit();
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) product_wait(d[tile]);
-    if (threadIdx.x % 32 == 0) ptx::barrier_arrive(&empty[stage]);
-    if (++stage == kMidStages) stage = 0, parity ^= 1;
-  }
-}
-
-template <class Io>
-__global__ void __launch_bounds__(kMidThreads, 1)
-    mid_features(const __grid_constant__ CUtensorMap weights, const __grid_constant__ Problem p, const Context c, const int features,
-                 Row* const list, int* const list_count) {
-  extern __shared__ unsigned char shared_memory[];
-  auto* const memory = reinterpret_cast<unsigned char*>((reinterpret_cast<std::uintptr_t>(shared_memory) + 1023) & ~std::uintptr_t{1023});
-  auto& tail = *reinterpret_cast<MidTail*>(memory + kMidStages * kMidStageBytes);
-  const int thread = threadIdx.x, group = thread / 128, warp = thread / 32, lane = thread % 32;
-  const int rank = static_cast<int>(ptx::cluster_rank()), cluster = blockIdx.x / kSlices, clusters = gridDim.x / kSlices;
-  const int all = c.hidden / 64;
-  const int begin = static_cast<int>(static_cast<std::int64_t>(cluster) * all / clusters);
-  const int end = static_cast<int>(static_cast<std::int64_t>(cluster + 1) * all / clusters);
-  const int k_begin = slice_begin(rank, features / kDepth), depth = slice_begin(rank + 1, features / kDepth) - k_begin;
-
-  ptx::wait_for_previous();
-  ptx::let_next_start();
-  const std::uint64_t keep = ptx::evict_last();
-  int stage = 0;
-  std::uint32_t parity = 0;
-  const auto advance = [&](int n) {
-    for (stage += n; stage >= kMidStages; stage -= kMidStages) parity ^= 1;
-  };
-  const auto load = [&](int block, int blocks, int k) {
-    unsigned char* const to = memory + stage * kMidStageBytes + kMidRows / 64 * kRowTileBytes;
-    ptx::barrier_expect(&tail.full[stage], static_cast<std::uint32_t>(blocks * kStageBytes / 2));
-    for (int b = 0; b < blocks; ++b)
-      tile_load(to + b * (kStageBytes / 2), weights, (k_begin + k) * kDepth, (block + b) * 64, &tail.full[stage], keep);
-  };
-  const int ahead = min(depth, kMidStages);
-  if (thread == 96) {
-    for (int i = 0; i < kMidStages; ++i) ptx::barrier_init(&tail.full[i], 4), ptx::barrier_init(&tail.empty[i], 8);
-    ptx::fence_barriers();
-    for (int k = 0; k < ahead; ++k, advance(1)) load(begin, min(end - begin, 2), k);
-    stage = 0, parity = 0;
-  }
-  const int count = plan_rows<kMidThreads, 2, 2 * kMidTokens>(p.rows, tail.list, tail.bucket, tail.warp_count, false);
-  if (blockIdx.x == 0) {  // for the kernels behind this one
-    for (int i = thread; i < count; i += kMidThreads) list[i] = tail.list[i];
-    if (thread == 0) *list_count = count;
-  }
-  auto* const received = reinterpret_cast<float4*>(memory);
-
-  float d[2][64];
-  for (int row = 0; row < max(count, 1); row += kMidRows) {
-    const int rows = min(count - row, kMidRows), share = (rows + kSlices - 1) / kSlices, mine = min(max(rows - rank * share, 0), share);
-    for (int block = begin; block < end; block += 2) {
-      const int blocks = min(end - block, 2), first = stage;
-      const std::uint32_t first_parity = parity;
-      if (warp == 3) {
-        if (lane == 0) {
-          const int done = row == 0 && block == begin ? ahead : 0;
-          advance(done);
-          for (int k = done; k < depth; ++k, advance(1)) {
-            ptx::barrier_wait(&tail.empty[stage], parity ^ 1);
-            load(block, blocks, k);
-          }
-        }
-      } else if (group == 0) {
-        const int piece = thread % 8;
-        const auto* const from = static_cast<const std::uint16_t*>(p.ctx) + p.rows.first * p.ctx_stride + k_begin * kDepth + piece * 8;
-        fetch_rows(depth, kMidStages, stage, parity, tail.full, tail.empty, [&](int k, int s) {
-          unsigned char* const to = memory + s * kMidStageBytes;
-          for (int r = thread / 8; r < rows; r += 12)
-            ptx::copy_async(to + r * 128 + ((piece ^ (r % 8)) << 4), from + tail.list[row + r].row * p.ctx_stride + k * kDepth);
-        });
-      } else {
-        if (rows > 64 * (group + 1))
-          multiply_mid<Io, 2>(d, memory, group - 1, depth, stage, parity, tail.full, tail.empty);
-        else
-          multiply_mid<Io, 1>(d, memory, group - 1, depth, stage, parity, tail.full, tail.empty);
-      }
-      stage = first, parity = first_parity;
-      advance(depth);
-      __syncwarp();
-      ptx::cluster_sync();  // everything that the rings held is used: they may be written
-      if (group > 0)
-#pragma unroll
-        for (int tile = 0; tile < 2; ++tile)
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const int r = 64 * (group - 1) + 128 * tile + 16 * (warp % 4) + lane / 4 + 8 * half;
-            if (r < rows) {
-              const std::uint32_t to = address_in_block(received + (rank * kMidShare + r % share) * 32 + lane % 4, r / share);
-#pragma unroll
-              for (int j = 0; j < 8; ++j)
-                store_in_block(to + j * 64, d[tile][4 * j + 2 * half], d[tile][4 * j + 2 * half + 1], d[tile][4 * (j + 8) + 2 * half],
-                               d[tile][4 * (j + 8) + 2 * half + 1]);
-            }
-          }
-      ptx::cluster_sync();
-      for (int r = warp; r < mine; r += kMidThreads / 32)
-        finish_features_row<Io>(c, received + r * 32, kMidShare * 32, row + rank * share + r, block, blocks, lane);
-      if (block + 2 < end || row + kMidRows < count) {
-        ptx::fence_async();
-        ptx::cluster_sync();  // the sums are read: the ring may be filled again
-      }
     }
   }
 }

@@ -208,29 +208,17 @@ void launch_fast(const MaterializeArgs& a, Problem p, const Means& m, Stream str
       return launch_few<Io, kHeadDim, 2>(p, a.kv_weight, a.tokens, few, m.context, stream);
   }
   ManyShape shape{p.layers * 2 * p.heads * kHeadDim / kColumns, nullptr, nullptr, Runs::of(p.hidden), false};
-  const bool mid = m.context.raw && p.rows.tokens <= kMidTokens;  // plans by itself, for those behind it, too
-  if (p.rows.tokens > kPlanRows || m.context.raw) {
-    if (p.first_layer == 0 && !mid)
+  if (p.rows.tokens > kPlanRows || raw) {
+    if (p.first_layer == 0)
       launch(plan_kernel, {.block = kPlanThreads, .shared = 2 * kListRows * sizeof(int), .overlap = true}, stream, p.rows, m.list, m.count);
     shape.list = m.list, shape.list_count = m.count;
   }
-  if (m.context.raw) {
+  if (raw) {
     if (p.first_layer == 0) {
-      if (mid) {
-        const unsigned clusters = clusters_at_once<kSlices>(mid_features<Io>, kMidThreads);
-        launch(mid_features<Io>,
-               {.grid = std::min<unsigned>(clusters, m.context.hidden / 64) * kSlices,
-                .block = kMidThreads,
-                .shared = kMidSharedBytes,
-                .cluster = kSlices,
-                .overlap = true},
-               stream, weight_map(a.fc_weight, 64, true), p, m.context, features, m.list, m.count);
-      } else {
-        Problem fc = p;
-        fc.hidden = features;
-        launch_many<Io, 0>(fc, a.fc_weight, a.tokens,
-                           {m.context.hidden / kColumns, m.list, m.count, Runs(kSlices, features / kDepth), false}, m.context, stream);
-      }
+      Problem fc = p;
+      fc.hidden = features;
+      launch_many<Io, 0>(fc, a.fc_weight, a.tokens, {m.context.hidden / kColumns, m.list, m.count, Runs(kSlices, features / kDepth), false},
+                         m.context, stream);
       launch(normalize_rows<Io>, {.grid = static_cast<unsigned>(p.rows.tokens), .block = kNormalizeThreads, .overlap = true}, stream,
              m.context, m.count);
     }
@@ -267,7 +255,9 @@ void launch_any(const MaterializeArgs& a, const Problem& p, const Means& m, Stre
          stream, p, shape);
 }
 
-constexpr std::int64_t kContextRows = 2048;  // rows of one round where target features come in front: bounds the workspace
+// Rows of one round where target features come in front: bounds the workspace. Of few tokens, rounds that few_features takes: two of them read fc twice in less
+// time than one tile of rows of many_rows takes, which leaves most multiprocessors idle.
+constexpr std::int64_t kContextRows = 2048, kFewContextTokens = 2 * kFewRows;
 
 std::int64_t round_up(std::int64_t n) { return (n + 255) / 256 * 256; }
 
@@ -321,7 +311,7 @@ void run(const MaterializeArgs& a, Stream stream) {
     m.context = {reinterpret_cast<std::uint16_t*>(workspace + at.raw), reinterpret_cast<float*>(workspace + at.squares),
                  values(a.hidden_norm_weight), a.hidden_norm_eps, p.hidden};
   // A launch names at most kMaxLayers layers and plans a bounded number of rows. Rows go in order, so of two that name one slot the last stands.
-  const std::int64_t round = with_context ? kContextRows : kListRows;
+  const std::int64_t round = !with_context ? kListRows : fast && a.tokens <= kFewContextTokens ? kFewRows : kContextRows;
   for (std::int64_t first = 0; first < a.tokens; first += round) {
     p.rows.first = first, p.rows.tokens = static_cast<int>(std::min(a.tokens - first, round));
     const std::int64_t most = fast && p.rows.tokens > kFewMost<1> ? kNorms / nr.head_dim : kMaxLayers;
