@@ -20,6 +20,8 @@ constexpr u32 kFull = 0xFFFFFFFFu;
 /// What this thread wrote, here or in a peer, is visible to whoever waits. Arrive and wait are apart, so that work fits between them.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+/// As far as anybody has come, nothing of what it wrote: does not wait for stores.
+__device__ __forceinline__ void cluster_arrive_quietly() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 /// All are past their last look at a peer's shared memory. Orders nothing else, so it does not wait for stores.
 __device__ __forceinline__ void cluster_leave() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");

@@ -1,8 +1,10 @@
 #pragma once
 // What a cluster knows about the tokens that one batch row asks for: the occurrences, cut into one slice a CTA, and a hash table of the tokens
 // that are not known to be resident, cut into one part a CTA. All of it lies in (distributed) shared memory; peers read it.
+#include <algorithm>
 #include <string>
 
+#include "cuda/launch.hpp"
 #include "hisparse/cuda/bits.cuh"
 #include "specstate/error.hpp"
 
@@ -62,6 +64,18 @@ inline SlicePlan plan_slices(Carve& carve, u32 cluster, i64 occurrences, i64 dis
   p.by_slice = Divider(p.slice);
   p.by_step = Divider(top_k);
   return p;
+}
+
+/// CTAs a batch row: as many as the batch leaves SMs for, since look-ups are latency and the rows of one CTA cannot fill the link.
+inline u32 cluster_for(i64 batch, i64 sm_budget) {
+  u32 cluster = batch <= 8 ? 8 : batch <= 32 ? 4 : batch <= 64 ? 2 : 1;
+  while (sm_budget > 0 && cluster > 1 && cluster > sm_budget) cluster /= 2;
+  return cluster;
+}
+/// Clusters of a launch: one a row, or as many as the budget holds, which then walk the rows.
+inline u32 clusters_for(i64 batch, u32 cluster, i64 sm_budget) {
+  if (sm_budget > 0) batch = std::clamp<i64>(sm_budget / cluster, 1, batch);
+  return specstate::cuda::blocks_for(batch, 1);
 }
 
 [[noreturn]] inline void too_large(const char* op, i64 hot, i64 occurrences) {

@@ -281,14 +281,14 @@ void run(const SwapInSingleArgs& x, Stream stream) {
   const CopyGeometry copy = geometry(x.copy);
   check_rows(x.op, copy);
   const u32 most = static_cast<u32>(specstate::cuda::device_info().shared_bytes - 1024);
-  u32 cluster = x.batch <= 8 ? 8 : x.batch <= 32 ? 4 : x.batch <= 64 ? 2 : 1;
+  u32 cluster = cluster_for(x.batch, x.sm_budget);
   Plan plan = make_plan(x, copy, cluster, true);
   while (plan.bytes > most && cluster < 8) plan = make_plan(x, copy, cluster *= 2, true);
   const bool tables = plan.bytes <= most;
   if (!tables) plan = make_plan(x, copy, cluster, false);
   if (plan.bytes > most) too_large(x.op, x.hot, x.top_k);
   specstate::cuda::Launch shape;
-  shape.grid = specstate::cuda::blocks_for(x.batch, 1) * cluster;
+  shape.grid = clusters_for(x.batch, cluster, x.sm_budget) * cluster;
   shape.block = kThreads;
   shape.shared = plan.bytes;
   shape.cluster = cluster;
