@@ -125,7 +125,7 @@ def pack(folder, wheel):
     ours += [p for p in sorted((ROOT / "tests" / "python").glob("*.py")) if not p.name.startswith(("test_", "conftest")) or p.name.startswith("test_kda")]
     ours += sorted((ROOT / "tests" / "gpu" / "sglang").glob("*.py")) + sorted((ROOT / "bench" / "peers").glob("*.py")) + [ROOT / "tools" / "gpu_bench.py"] + sorted((ROOT / "examples").glob("*.py"))
     ours += [p for p in sorted((ROOT / "python" / "specstate").rglob("*")) if p.is_file() and "__pycache__" not in p.parts and "lib" not in p.parts]
-    ours += [p for p in sorted((ROOT / "models").rglob("*")) if p.suffix in (".json", ".safetensors", ".txt")]
+    ours += [p for p in sorted((ROOT / "models").rglob("*")) if p.suffix in (".json", ".safetensors", ".txt") and p.parent.name != "golden"]
     for source in ours:
         to = folder / source.relative_to(ROOT)
         to.parent.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,8 @@ namespace {
 
 using i64 = std::int64_t;
 using i32 = std::int32_t;
-constexpr i64 kTaps = 3;  // inputs that a convolution of width 4 remembers
+constexpr int kPromptWindow = 64;  // positions of a prompt that are committed at once: the tail that the swap finds by a map
+constexpr i64 kTaps = 3;           // inputs that a convolution of width 4 remembers
 
 std::size_t at(i64 i) { return static_cast<std::size_t>(i); }
 TensorView floats(const float* data, std::initializer_list<i64> sizes) { return on_gpu(data, DType::kFloat32, sizes); }
@@ -33,7 +34,7 @@ Target::Target(const TargetWeights& weights, const Limits& limits, std::vector<i
       constants_(constants),
       trace_(trace),
       row_(config_.kv_lora_rank + config_.rope_dim),
-      tail_(std::max(2 * limits.window, limits.chunk)),
+      tail_(std::max(2 * limits.window, std::min(limits.chunk, kPromptWindow))),
       top_k_(config_.top_k) {
   const i64 R = limits_.requests, L = limits_.context, W = limits_.window, H = config_.kda_heads, D = config_.kda_dim, d = config_.hidden,
             F = config_.intermediate;
