@@ -123,6 +123,12 @@ FewShape few_shape(int tokens, int hidden, bool raw) {
   return shape;
 }
 
+/// Does few_rows take so many rows? (many_rows takes fewer layers a launch.)
+bool few_takes(int tokens, int hidden, bool raw) {
+  if (tokens <= kFewMost<1>) return few_shape<1>(tokens, hidden, raw).stages > 0;
+  return tokens <= kFewTokens && !raw && few_shape<2>(tokens, hidden, false).stages > 0;
+}
+
 /// What a call's launches share: the parts of the workspace.
 struct Means {
   Row* list;
@@ -198,14 +204,13 @@ template <class Io, int kHeadDim>
 void launch_fast(const MaterializeArgs& a, Problem p, const Means& m, Stream stream) {
   const int features = static_cast<int>(a.ctx_hidden.sizes[1]);
   const bool raw = m.context.raw != nullptr;
-  if (p.rows.tokens <= kFewMost<1>) {
-    if (const FewShape few = few_shape<1>(p.rows.tokens, p.hidden, raw); few.stages > 0) {
-      if (raw && p.first_layer == 0) launch_few_features<Io>(a, p, m, stream);
-      return launch_few<Io, kHeadDim, 1>(p, a.kv_weight, a.tokens, few, m.context, stream);
-    }
-  } else if (p.rows.tokens <= kFewTokens && !raw) {
-    if (const FewShape few = few_shape<2>(p.rows.tokens, p.hidden, false); few.stages > 0)
-      return launch_few<Io, kHeadDim, 2>(p, a.kv_weight, a.tokens, few, m.context, stream);
+  if (few_takes(p.rows.tokens, p.hidden, raw)) {
+    if (raw && p.first_layer == 0) launch_few_features<Io>(a, p, m, stream);
+    if (p.rows.tokens <= kFewMost<1>)
+      launch_few<Io, kHeadDim, 1>(p, a.kv_weight, a.tokens, few_shape<1>(p.rows.tokens, p.hidden, raw), m.context, stream);
+    else
+      launch_few<Io, kHeadDim, 2>(p, a.kv_weight, a.tokens, few_shape<2>(p.rows.tokens, p.hidden, false), m.context, stream);
+    return;
   }
   ManyShape shape{p.layers * 2 * p.heads * kHeadDim / kColumns, nullptr, nullptr, Runs::of(p.hidden), false};
   if (p.rows.tokens > kPlanRows || raw) {
@@ -314,7 +319,7 @@ void run(const MaterializeArgs& a, Stream stream) {
   const std::int64_t round = !with_context ? kListRows : fast && a.tokens <= kFewContextTokens ? kFewRows : kContextRows;
   for (std::int64_t first = 0; first < a.tokens; first += round) {
     p.rows.first = first, p.rows.tokens = static_cast<int>(std::min(a.tokens - first, round));
-    const std::int64_t most = fast && p.rows.tokens > kFewMost<1> ? kNorms / nr.head_dim : kMaxLayers;
+    const std::int64_t most = fast && !few_takes(p.rows.tokens, p.hidden, with_context) ? kNorms / nr.head_dim : kMaxLayers;
     for (std::int64_t layer = 0; layer < a.layers; layer += most) {
       p.first_layer = static_cast<int>(layer), p.layers = static_cast<int>(std::min(a.layers - layer, most));
       for (int l = 0; l < p.layers; ++l)
