@@ -68,12 +68,13 @@ def test_strides_and_index_types():
             np.testing.assert_array_equal(raw(a), raw(b))
 
 
-@pytest.mark.parametrize("hidden", [512, 2560, 4096, 7168])
+@pytest.mark.parametrize("hidden", [512, 4096, 7168])
 def test_widths_that_are_served(hidden):
-    """A hundred thousand elements each: all but one in a thousand are the rounding of the exact value, in both kernels."""
-    for T in (64, 96):
-        p = keys_as_values(Problem(np.random.default_rng(5), io="bf16", L=1, T=T, hidden=hidden, N=8, D=128, R=128, slots=T))
-        assert_pools(p, run(p))
+    """Tens of thousands of elements each: all but one in a thousand are the rounding of the exact value, in both kernels."""
+    p = keys_as_values(Problem(np.random.default_rng(5), io="bf16", L=1, T=160, hidden=hidden, N=4, D=128, R=128, slots=160))
+    assert_pools(p, run(p))
+    p.hidden, p.positions, p.loc = p.hidden[:64], p.positions[:64], p.loc[:64]
+    assert_pools(p, run(p))
 
 
 @pytest.mark.parametrize("page", [1, 16, 64, 256])
@@ -124,13 +125,13 @@ def test_incremental_equals_one_shot_bit_for_bit(shape):
     p = Problem(rng, L=2, T=1500, slots=1500, **shape)
     want = run(p)
     inputs = [gpu(x) for x in p.args()]
-    for pieces in (1, 7, 64, 65, 128, 129, 640, 1100):
+    for pieces in (1, 7, 64, 65, 129, 1100):
         pools = [gpu(x) for x in p.pools()]
         order = torch.from_numpy(rng.permutation(1500)).cuda()
         for begin in range(0, 1500, pieces):
             rows = order[begin : begin + pieces]
             draft_kv.materialize_into_pool(inputs[0][rows], *inputs[1:5], inputs[5][rows], inputs[6][rows], *pools)
-            if pieces == 1 and begin > 40:
+            if pieces < 64 and begin > 20 * pieces:
                 break
         done = p.loc[order[: begin + pieces].cpu().numpy()]
         for a, b in zip(pools, want):
