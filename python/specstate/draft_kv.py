@@ -391,7 +391,7 @@ class FusedKVMaterializeHelper:
         shape = (total_ctx, self.num_kv_heads, self.head_dim)
         if self._cuda is not None:  # one pass over all layers
             weight, bias, norm, eps = self._cuda
-            if _dtype_name(ctx_hidden) != self._dtype:  # rounded here: the tensor cores multiply what has the weights' dtype
+            if _dtype_name(ctx_hidden) in {"float32", "float16", "bfloat16"} - {self._dtype}:  # rounded here, for the tensor cores
                 other, ctx_hidden = ctx_hidden, empty_like(ctx_hidden, tuple(ctx_hidden.shape), self._dtype)
                 ctx_hidden[...] = other
             k, v = (empty_like(ctx_hidden, (self.n_layers, *shape), self._dtype) for _ in range(2))
