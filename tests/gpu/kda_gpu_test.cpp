@@ -428,6 +428,20 @@ TEST_F(KdaGpu, BitsDoNotDependOnTheLaunch) {
   }
 }
 
+/// The frozen form against the recurrence: the same records, outputs within a unit of bfloat16 in a thousandth of them.
+TEST_F(KdaGpu, FrozenFormIsTheRecurrenceWithinRounding) {
+  for (const Options& o : cases()) {
+    Case c(o);
+    const auto exact = c.on_gpu(true), frozen = c.on_gpu(false);
+    for (const auto& [name, bytes] : exact)
+      if (name != "out") EXPECT_EQ(bytes, frozen.at(name)) << o.name() << " " << name;
+    const Difference d = compare(c.b["out"], exact.at("out"), frozen.at("out"));
+    const double count = static_cast<double>(c.b["out"].count());
+    EXPECT_TRUE(d.poison && d.changed * count <= std::max(3.0, 1e-3 * count) && d.most <= (o.act_bf16 ? 1 : 0))
+        << o.name() << " " << d.changed << " " << d.most;
+  }
+}
+
 TEST_F(KdaGpu, RingOutputIsSnapshotOutputAndFoldIsSnapshot) {
   for (Options o : cases()) {
     o.snapshots = true;

@@ -107,7 +107,7 @@ unsigned blocks(std::int64_t n) { return launching::blocks_for(n, 1); }
 
 void launch_fold(FoldCall a, Stream stream) {
   note_rings(a.rawv, a.rawk, a.ring_g, a.scalar_gate, true);
-  Form f = {a.rawv.bf16, a.state.bf16, static_cast<int>(a.K), static_cast<int>(a.V / kRowUnit), false, false};
+  Form f = {a.rawv.bf16, a.state.bf16, static_cast<int>(a.K), static_cast<int>(a.V / kRowUnit), false};
   const std::int64_t items = a.layers * a.N * a.HV;
   const launching::DeviceInfo& device = launching::device_info();
   if (device.major >= 9 && fold_stream_bytes(f.state_bf16) <= static_cast<std::size_t>(device.shared_bytes) &&
@@ -150,10 +150,21 @@ void run(const VerifyArgs& args, Stream stream) {
   const std::int64_t longest = std::min({a.T, a.steps, a.cu ? a.T : a.T / a.N});
   const bool tree = static_cast<bool>(a.parents);
   if (tree) a.steps = std::min<std::int64_t>(a.steps, kMaxTree);
-  Form f = {a.out.bf16, a.state.bf16, static_cast<int>(a.K), static_cast<int>(a.V / kRowUnit), is_plain(a), false};
+  Form f = {a.out.bf16, a.state.bf16, static_cast<int>(a.K), static_cast<int>(a.V / kRowUnit), is_plain(a)};
   const bool splits = f.plain && f.act_bf16 && !f.state_bf16 && a.K == 128;
-  f.frozen = splits && !a.exact && !a.snapshots && !a.update_state;
-  if (forced().frozen >= 0) f.frozen = f.frozen && forced().frozen;
+  const bool frozen =
+      splits && a.V == 128 && device.major >= 9 && !a.exact && !a.snapshots && !a.update_state && !a.null_from_zero && forced().frozen != 0;
+  if (frozen) {
+    const VerifyKernel kernel = verify_ring();
+    if (a.pending) run_fold(args.deferred, stream);
+    launching::launch(kernel.run,
+                      {.grid = blocks(resident(a.N * a.HV, 1, device)),
+                       .block = static_cast<unsigned>(kernel.threads),
+                       .shared = kernel.bytes(kBlock),
+                       .overlap = forced().overlap},
+                      stream, a, kBlock, 1);
+    return;
+  }
   if (splits && device.major >= 9) {
     const std::int64_t items = a.N * a.HV;
     while (f.rows > 1 && items * (a.V / kRowUnit / f.rows) * 2 <= device.multiprocessors) f.rows /= 2;

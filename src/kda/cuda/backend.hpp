@@ -10,16 +10,18 @@ namespace specstate::kda::cuda {
 struct Form {
   bool act_bf16, state_bf16;
   int K, rows;
-  bool plain, frozen;  // see verify.cuh
+  bool plain;  // see verify.cuh
 };
 
 struct VerifyKernel {
   void (*run)(VerifyCall, int block, int parts) = nullptr;
   std::size_t (*bytes)(int block) = nullptr;  // of shared memory
+  int threads = 0;
 };
 using FoldKernel = void (*)(FoldCall, int parts);
 
 VerifyKernel verify_split(const Form& form);  // bfloat16 activations, float32 state, K = 128, plain: the forms that are cut among CTAs
+VerifyKernel verify_ring();                   // the same with V = 128 from a frozen state, for ring mode
 VerifyKernel verify_plain(const Form& form);  // the other plain ones, of bfloat16 activations; null where there is none
 VerifyKernel verify_bf16(const Form& form);   // any strides, trees
 VerifyKernel verify_float(const Form& form);

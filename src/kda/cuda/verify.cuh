@@ -13,18 +13,12 @@
 //   output     a warp a token; the sum of squares is taken in units of 16 rows that are added in a fixed tree, so that it has the same bits
 //              however a head is cut; a cluster pushes its units to all its CTAs before one barrier
 // The code of each step is a loop, not a straight line: unrolled, it did not fit the instruction caches and ran four times slower.
-//
-// kFrozen is the faster form for ring mode: within a block the state stays as it was and P = S0 [D_t k_t | D_t q_t] is computed in two
-// multiply-adds an element and token instead of four, with no dependence between tokens; what the tokens do to each other is a triangle
-// of dot products (D_t the product of the block's decays, R_tj the part of it between two tokens):
-//     u_t = beta_t (v_t - S0.(D_t k_t) - sum_{j<t} (k_t . R_tj k_j) u_j),   o_t = S0.(D_t q_t) + sum_{j<=t} (q_t . R_tj k_j) u_j,
-//     S_n = S0 D_n + sum_j u_j (R_nj k_j)^T between blocks.
-// R_tj is always an ordered product, never a quotient, so an unbounded gate cannot overflow it.
 #include <cooperative_groups.h>
 
 #include <type_traits>
 
 #include "kda/cuda/backend.hpp"
+#include "kda/cuda/item.cuh"
 #include "kda/cuda/recurrence.cuh"
 
 namespace specstate::kda::cuda {
@@ -32,16 +26,10 @@ namespace specstate::kda::cuda {
 constexpr int kBlock = 8;     // tokens of a chain whose operands are in shared memory at once
 constexpr int kMaxTree = 64;  // nodes of a tree, all in one block: ancestors are a 64-bit mask
 
-/// One (request, value head, part of its rows).
-struct Item {
-  int slot, row, begin;  // slot -1: from zeros; row -1: no snapshots and windows
-  int tokens, hv, h;
-  bool padding;
-};
 static_assert(sizeof(Item) <= 48);
 
 /// Where things are in a CTA's shared memory. Everything is an offset from the base that costs no register.
-template <class Act, class S, int K, int R, bool kPlain, bool kFrozen>
+template <class Act, class S, int K, int R, bool kPlain>
 struct Shared {
   static constexpr int kRows = kRowUnit * R;
   using Raw = std::conditional_t<kPlain, bfloat16, float>;  // of the gates in the stage
@@ -49,7 +37,7 @@ struct Shared {
   int block;  // a multiple of 4
 
   static constexpr int kState = kRows * K * static_cast<int>(sizeof(S));
-  static constexpr int kFixed = 16 * (K + K + kRows) + 8 * K + 128;  // taps, bias, product, barriers and the next item
+  static constexpr int kFixed = 16 * (K + K + kRows) + 4 * K + 128;  // taps, bias, barriers and the next item
   static constexpr int kAct = static_cast<int>(sizeof(Act)) * (2 * K + kRows);
   static constexpr int kOfToken = 4 * (3 * K + 2 * kRows + 16 + 4) + kAct + static_cast<int>(sizeof(Act)) * kRows +
                                   static_cast<int>(sizeof(Raw)) * (K + 2 * kRows) + (kPlain ? 0 : 12);
@@ -57,7 +45,7 @@ struct Shared {
   static __host__ __device__ int rounded(int block) { return kPlain ? kBlock : (block + 3) / 4 * 4; }
   static __host__ __device__ std::size_t bytes(int block) {
     const int b = rounded(block);
-    return static_cast<std::size_t>(kState + kFixed + 3 * kAct) + static_cast<std::size_t>(b) * kOfToken + (kFrozen ? 8 * b * b : 0);
+    return static_cast<std::size_t>(kState + kFixed + 3 * kAct) + static_cast<std::size_t>(b) * kOfToken;
   }
 
   __device__ S* state() const { return reinterpret_cast<S*>(base); }                                         // [rows, K]
@@ -65,12 +53,11 @@ struct Shared {
   __device__ Item* next() const { return reinterpret_cast<Item*>(base + kState + 80); }                      // what comes after this item
   __device__ float* taps(int c) const { return reinterpret_cast<float*>(base + kState + 128) + c * 4 * K; }  // [K or rows, 4]
   __device__ float* bias() const { return taps(2) + 4 * kRows; }                                             // [K]
-  __device__ float* product() const { return bias() + K; }                            // [K] of the block's decays (frozen)
-  __device__ float* k() const { return product() + K; }                               // [block, K]
-  __device__ float* q() const { return k() + block * K; }                             // [block, K]
-  __device__ float* decay() const { return k() + 2 * block * K; }                     // [block, K]
-  __device__ float* u() const { return k() + 3 * block * K; }                         // [block, rows] (trees, frozen)
-  __device__ float* o() const { return u() + block * kRows; }                         // [block, rows]
+  __device__ float* k() const { return bias() + K; }                                                         // [block, K]
+  __device__ float* q() const { return k() + block * K; }                                                    // [block, K]
+  __device__ float* decay() const { return k() + 2 * block * K; }                                            // [block, K]
+  __device__ float* u() const { return k() + 3 * block * K; }                                                // [block, rows] (trees)
+  __device__ float* o() const { return u() + block * kRows; }                                                // [block, rows]
   __device__ float* units() const { return o() + block * kRows; }                     // [2, block, 8] sums of squares of 16 rows
   __device__ float* beta() const { return units() + 16 * block; }                     // [block]
   __device__ float* fk() const { return units() + 17 * block; }                       // [block] 1 / |k|
@@ -82,44 +69,14 @@ struct Shared {
   __device__ Raw* raw_g() const { return reinterpret_cast<Raw*>(x(2) + (block + 3) * kRows); }  // [block, K]
   __device__ Raw* raw_gate() const { return raw_g() + block * K; }                              // [block, rows]
   __device__ Raw* gate() const { return raw_gate() + block * kRows; }                           // [block, rows] the same, until the output
-  __device__ float* triangle() const { return reinterpret_cast<float*>(gate() + block * kRows); }  // [2, block, block] (frozen)
   __device__ std::uint64_t* above() const { return reinterpret_cast<std::uint64_t*>(gate() + block * kRows); }  // [block] (trees)
   __device__ int* parent() const { return reinterpret_cast<int*>(above() + block); }                            // [block] (trees)
 };
 
-/// `head` counts heads of all requests; past the last one: no tokens.
-__device__ __forceinline__ Item item_of(const VerifyCall& a, std::int64_t head) {
-  Item it = {-1, -1, 0, 0, 0, 0, false};
-  if (head >= a.N * a.HV) return it;
-  const int request = static_cast<int>(head / a.HV);
-  it.hv = static_cast<int>(head % a.HV), it.h = it.hv / static_cast<int>(a.HV / a.H);
-  std::int64_t slot = index(a.slots, request), begin = 0, end = 0, row = request;
-  if (a.cu) begin = index(a.cu, request), end = index(a.cu, request + 1);
-  if (a.rows) row = index(a.rows, request);
-  if (!a.cu) {
-    const std::int64_t each = a.T / a.N;
-    begin = request * each, end = begin + each;
-  }
-  const bool null = slot <= a.null_slot, inside = 0 <= begin && begin <= end && end <= a.T;
-  bool padding = null ? !a.null_from_zero : slot < 0 || slot >= a.pool;
-  if (!(a.snapshots || a.q.windows) || (null && !(a.null_from_zero && a.snapshots)) || (a.null_from_zero && row < 0))
-    row = -1;
-  else
-    padding |= row < 0 || row >= a.row_count;
-  // Sizes within an int: see run() of backend.cu.
-  it.slot = uniform(null || padding ? -1 : static_cast<int>(slot)), it.row = uniform(padding ? -1 : static_cast<int>(row));
-  it.begin = uniform(inside ? static_cast<int>(begin) : 0), it.tokens = uniform(inside ? static_cast<int>(end - begin) : 0);
-  it.padding = uniform(static_cast<int>(padding)) != 0;
-  it.padding |= it.tokens > a.steps || (a.parents && it.tokens > a.columns);
+__device__ __forceinline__ Item uniform(Item it) {
+  it.slot = uniform(it.slot), it.row = uniform(it.row), it.begin = uniform(it.begin);
+  it.tokens = uniform(it.tokens), it.hv = uniform(it.hv), it.h = uniform(it.h), it.padding = uniform(static_cast<int>(it.padding)) != 0;
   return it;
-}
-
-/// Zeros for tokens [begin, end) of the CTA's value rows.
-template <class Act>
-__device__ __noinline__ void clear_out(const VerifyCall& a, std::int64_t begin, std::int64_t end, int hv, int v0, int rows) {
-  const int row = static_cast<int>(threadIdx.x) % rows;
-  for (std::int64_t t = begin + static_cast<int>(threadIdx.x) / rows; t < end; t += kThreads / rows)
-    store(a.out, at(a.out, t, hv, v0 + row), 0.0f);
 }
 
 __device__ __forceinline__ const Channel& channel_of(const VerifyCall& a, int c) { return c == 0 ? a.q : c == 1 ? a.k : a.v; }
@@ -327,142 +284,6 @@ __device__ __forceinline__ void scalars(const VerifyCall& a, const M& s, int n, 
   }
 }
 
-/// Sums over the warp of 16 values: value lane / 2 ends in lanes 2 i and 2 i + 1.
-template <int kHalf = 8>
-__device__ __forceinline__ float transposed_sums(float (&x)[16], int lane) {
-  constexpr int kDistance = 2 * kHalf;
-  const bool high = lane & kDistance;
-#pragma unroll
-  for (int i = 0; i < kHalf; ++i) {
-    const float keep = high ? x[i + kHalf] : x[i], give = high ? x[i] : x[i + kHalf];
-    x[i] = keep + __shfl_xor_sync(kAll, give, kDistance);
-  }
-  if constexpr (kHalf > 1)
-    return transposed_sums<kHalf / 2>(x, lane);
-  else
-    return x[0] + __shfl_xor_sync(kAll, x[0], 1);
-}
-
-/// Frozen form: norms and triangles; warp j takes column j: x = R_tj k_j for t = j, j + 1, ... Then k and q become D_t k_t, D_t q_t, and
-/// decay[j] the column's end R_nj k_j. Entries of column j carry j's norm, those of row t are scaled by t's when they are used.
-template <int K, class M>
-__device__ __forceinline__ void triangles(const VerifyCall& a, const M& s, int n, int warp, int lane) {
-  static_assert(K == 128, "a lane has four channels");
-  const int j = warp, d = lane * 4;
-  float x[4], product[4] = {1, 1, 1, 1}, y[4], z[4];
-  if (j < n) {
-    float sums[16] = {}, own[1] = {};
-    row_of_four(s.k() + j * K, d, true, x);
-#pragma unroll
-    for (int i = 0; i < kBlock; ++i) {  // row t = j + i of the column
-      const int t = j + i;
-      if (t >= n) break;
-      if (i > 0) {
-        row_of_four(s.decay() + t * K, d, true, y);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) x[e] *= y[e];
-      }
-      row_of_four(s.k() + t * K, d, true, y), row_of_four(s.q() + t * K, d, true, z);
-      sums[i] = dot4(x, y), sums[8 + i] = dot4(x, z);
-      if (i == 0) own[0] = dot4(z, z);
-    }
-#pragma unroll 4
-    for (int t = 0; t <= j; ++t) {
-      row_of_four(s.decay() + t * K, d, true, y);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) product[e] *= y[e];
-    }
-    const float sum = transposed_sums(sums, lane);  // lane 2 i: of k's row j + i, lane 16 + 2 i: of q's
-    warp_sums(own);
-    const float kk = __shfl_sync(kAll, sum, 0), qk = __shfl_sync(kAll, sum, 16);
-    const float fk = a.l2norm ? inverse_norm(kk) : 1.0f, fq = a.l2norm ? inverse_norm(own[0]) * a.scale : a.scale;
-    if (lane == 0) s.fk()[j] = fk, s.fq()[j] = fq, s.kq()[j] = qk * fk * fq;
-    const int t = j + lane / 2 % 8;
-    if (lane % 2 == 0 && t < n) s.triangle()[(lane / 16 * kBlock + t) * kBlock + j] = sum * fk;
-  }
-  __syncthreads();
-  if (j < n) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float* const row = (i == 0 ? s.k() : s.q()) + j * K;
-      row_of_four(row, d, true, y);
-      *reinterpret_cast<float4*>(row + d) = make_float4(y[0] * product[0], y[1] * product[1], y[2] * product[2], y[3] * product[3]);
-    }
-    *reinterpret_cast<float4*>(s.decay() + j * K + d) = make_float4(x[0], x[1], x[2], x[3]);
-    if (j == n - 1) *reinterpret_cast<float4*>(s.product() + d) = make_float4(product[0], product[1], product[2], product[3]);
-  }
-  __syncthreads();
-}
-
-/// The frozen pass over the rows, then forward substitution by the two lanes of a row (even: u, odd: o): o of the block's tokens into s.v.
-template <int K, int R, class M>
-__device__ __forceinline__ void frozen_rows(const Rows<K, R>& x, const M& s, int n, int lane) {
-  constexpr int C = K / 16, kCopies = 16 / R, kRows = M::kRows;
-  const int l = lane & 15, row = group_row<R>() + row_of<R>(l);
-  const bool odd = lane & 1;
-  float* const sums = (odd ? s.o() : s.u()) + row;  // u and o take their place
-#pragma unroll 1
-  for (int t = 0; t < n; ++t) {
-    float p[R], r[R], k[C], q[C];
-    channels<K>(s.k() + t * K, l, k);
-    channels<K>(s.q() + t * K, l, q);
-#pragma unroll
-    for (int i = 0; i < R; ++i) {
-      p[i] = 0, r[i] = 0;
-#pragma unroll
-      for (int c = 0; c < C; ++c) {
-        p[i] = fmaf(x.s[i][c], k[c], p[i]);
-        r[i] = fmaf(x.s[i][c], q[c], r[i]);
-      }
-    }
-    const float sum = row_sums<R, true>(p, r, lane);
-    sums[t * kRows] = sum;  // the same from all lanes that have it
-  }
-  __syncwarp();
-  const float* const mine = s.triangle() + (odd ? kBlock * kBlock : 0);
-  const float* const factor = odd ? s.fq() : s.fk();
-  float u[kBlock];
-#pragma unroll
-  for (int t = 0; t < kBlock; ++t) {
-    if (t >= n) break;
-    float sum = sums[t * kRows];
-#pragma unroll
-    for (int j = 0; j < t; ++j) sum = fmaf(mine[t * kBlock + j], u[j], sum);
-    sum *= factor[t];
-    const float own = (core::to_float(s.v()[t * kRows + row]) - sum) * s.beta()[t];  // of even lanes
-    const float other = __shfl_xor_sync(kAll, own, 1);
-    u[t] = odd ? other : own;
-    __syncwarp();  // all lanes of the row have read its sum
-    if (l % kCopies < 2) sums[t * kRows] = odd ? fmaf(other, s.kq()[t], sum) : own;
-  }
-  __syncwarp();
-}
-
-/// S_n = S0 D_n + sum_j u_j (R_nj k_j)^T.
-template <int K, int R, class M>
-__device__ __forceinline__ void advance_block(Rows<K, R>& x, const M& s, int n, int lane) {
-  constexpr int C = K / 16;
-  const int l = lane & 15;
-  float k[C];
-  channels<K>(s.product(), l, k);
-#pragma unroll
-  for (int i = 0; i < R; ++i)
-#pragma unroll
-    for (int c = 0; c < C; ++c) x.s[i][c] *= k[c];
-#pragma unroll 1
-  for (int j = 0; j < n; ++j) {
-    channels<K>(s.decay() + j * K, l, k);
-    const float* const u = s.u() + j * M::kRows + group_row<R>();
-    const float fk = s.fk()[j];
-#pragma unroll
-    for (int i = 0; i < R; ++i) {
-      const float ui = u[i ^ row_of<R>(l)] * fk;
-#pragma unroll
-      for (int c = 0; c < C; ++c) x.s[i][c] = fmaf(ui, k[c], x.s[i][c]);
-    }
-  }
-}
-
 /// Parents and ancestor masks of a tree; false: some parent does not come before its child.
 template <class M>
 __device__ __forceinline__ bool read_tree(const VerifyCall& a, std::int64_t request, int tokens, const M& s) {
@@ -548,11 +369,11 @@ __device__ __forceinline__ void finish(const VerifyCall& a, const Item& it, cons
 }
 
 /// Grid: CTAs (clusters of `parts`) that take heads in turns. kPlain: chains, windows with the channels of a tap dense (as serving keeps
-/// them), a gate a channel, and rows that bulk copies can move; kFrozen only with it.
-template <class Act, class S, int K, int R, bool kPlain, bool kFrozen>
+/// them), a gate a channel, and rows that bulk copies can move.
+template <class Act, class S, int K, int R, bool kPlain>
 __global__ void __launch_bounds__(kThreads, kPlain ? 2 : 1) verify_kernel(const __grid_constant__ VerifyCall a, int block, int parts) {
   extern __shared__ __align__(128) char memory[];
-  using M = Shared<Act, S, K, R, kPlain, kFrozen>;
+  using M = Shared<Act, S, K, R, kPlain>;
   constexpr int kRows = kRowUnit * R;
   constexpr bool kRound = sizeof(S) == 2;
 #if __CUDA_ARCH__ >= 900
@@ -583,7 +404,9 @@ __global__ void __launch_bounds__(kThreads, kPlain ? 2 : 1) verify_kernel(const 
     return it.slot < 0 ? nullptr : static_cast<S*>(a.state.data) + at(a.state, it.slot, it.hv) + v0 * K;
   };
   const auto live = [&](const Item& it) { return it.tokens > 0 && !it.padding && (!tree || it.tokens <= s.block); };
-  const auto settle = [&](const Item& it) { clear_out<Act>(a, it.begin, it.begin + it.tokens, it.hv, v0, kRows); };
+  const auto settle = [&](const Item& it) {
+    clear_out(a, it.begin, std::int64_t{it.begin} + it.tokens, it.hv, v0, kRows, static_cast<int>(threadIdx.x), kThreads);
+  };
   const auto request_state = [&](const Item& it) {
     if (!live(it) || it.slot < 0) return;
     if constexpr (kBulk)
@@ -593,16 +416,9 @@ __global__ void __launch_bounds__(kThreads, kPlain ? 2 : 1) verify_kernel(const 
   };
   [[maybe_unused]] std::uint32_t tokens_phase = 0, state_phase = 0;
   int turn = 0;
-  // The next item is found by one warp while this one is worked on.
-  const auto next = [&] {
-    Item it = *s.next();
-    it.slot = uniform(it.slot), it.row = uniform(it.row), it.begin = uniform(it.begin);
-    it.tokens = uniform(it.tokens), it.hv = uniform(it.hv), it.h = uniform(it.h), it.padding = uniform(static_cast<int>(it.padding)) != 0;
-    return it;
-  };
 
   // Turn by turn: a block of tokens (none before the first one) up to where its stage is free, the request for the block after it, the rest.
-  Item it = item_of(a, head);
+  Item it = uniform(item_of(a, head));
   int first = 0;
   bool working = false;
   for (;;) {
@@ -636,24 +452,20 @@ __global__ void __launch_bounds__(kThreads, kPlain ? 2 : 1) verify_kernel(const 
       __syncthreads();
       if (last) {
         head += stride;
-        then = next();
+        then = uniform(*s.next());  // found by one warp while this head was worked on
         after = 0;
       }
     }
     if (last) {  // padding and heads without tokens need no turn
-      for (; head < a.N * a.HV && !live(then); head += stride, then = item_of(a, head)) settle(then);
+      for (; head < a.N * a.HV && !live(then); head += stride, then = uniform(item_of(a, head))) settle(then);
       if (head >= a.N * a.HV) then.tokens = 0;
     }
     if (!working && then.tokens > 0) request_state(then);
     if (kBulk && then.tokens > 0) request_tokens<M, K>(a, then, s, v0, after, min(s.block, then.tokens - after));
 
     if (working) {
-      if constexpr (kFrozen) {
-        triangles<K>(a, s, n, warp, lane);
-      } else {
-        scalars<K>(a, s, n, warp, lane);
-        __syncthreads();
-      }
+      scalars<K>(a, s, n, warp, lane);
+      __syncthreads();
 
       Rows<K, R> x;
       if (first > 0) {
@@ -675,37 +487,32 @@ __global__ void __launch_bounds__(kThreads, kPlain ? 2 : 1) verify_kernel(const 
       __syncwarp();
       if (last && !states && !tree) request_state(then);
 
-      if constexpr (kFrozen) {
-        frozen_rows<K, R>(x, s, n, lane);
-        if (!last) advance_block<K, R>(x, s, n, lane);
-      } else {
-        constexpr int kCopies = 16 / R;
-        const int l = lane & 15, row = group_row<R>() + row_of<R>(l);
+      constexpr int kCopies = 16 / R;
+      const int l = lane & 15, row = group_row<R>() + row_of<R>(l);
 #pragma unroll 1
-        for (int t = 0; t < n; ++t) {
-          if (tree && s.parent()[t] != t - 1) {  // back to the state before the tree, then along the path
-            if (it.slot >= 0)
-              load_rows<K, R>(x, staged, lane);
-            else
-              clear_rows(x);
-            for (std::uint64_t path = s.above()[t]; path; path &= path - 1) {
-              const int i = __ffsll(static_cast<long long>(path)) - 1;
-              replay<K, R, kRound>(x, s.decay() + i * K, s.k() + i * K, s.fk()[i], s.u() + i * kRows + group_row<R>(), lane);
-            }
+      for (int t = 0; t < n; ++t) {
+        if (tree && s.parent()[t] != t - 1) {  // back to the state before the tree, then along the path
+          if (it.slot >= 0)
+            load_rows<K, R>(x, staged, lane);
+          else
+            clear_rows(x);
+          for (std::uint64_t path = s.above()[t]; path; path &= path - 1) {
+            const int i = __ffsll(static_cast<long long>(path)) - 1;
+            replay<K, R, kRound>(x, s.decay() + i * K, s.k() + i * K, s.fk()[i], s.u() + i * kRows + group_row<R>(), lane);
           }
-          const Step step = {s.k() + t * K, s.q() + t * K, s.decay() + t * K, core::to_float(s.v()[t * kRows + row]),
-                             s.beta()[t],   s.fk()[t],     s.fq()[t],         s.kq()[t]};
-          const float y = advance<K, R, true, kRound>(x, step, lane, states || first + t + 1 < it.tokens);
-          if (l % kCopies == 1) s.o()[t * kRows + row] = y;
-          if (tree && l % kCopies == 0) s.u()[t * kRows + row] = y;
-          if (tree) __syncwarp();
-          if (a.snapshots && it.row >= 0) {
-            S* const to = static_cast<S*>(a.snapshots.data) + at(a.snapshots, it.row, first + t, it.hv) + v0 * K;
-            if (tree)  // the state before the tree must stay in its place
-              scatter_rows(x, to, a.snapshots.vec, lane);
-            else
-              store_rows(x, to, staged, a.snapshots.vec, lane);
-          }
+        }
+        const Step step = {s.k() + t * K, s.q() + t * K, s.decay() + t * K, core::to_float(s.v()[t * kRows + row]),
+                           s.beta()[t],   s.fk()[t],     s.fq()[t],         s.kq()[t]};
+        const float y = advance<K, R, true, kRound>(x, step, lane, states || first + t + 1 < it.tokens);
+        if (l % kCopies == 1) s.o()[t * kRows + row] = y;
+        if (tree && l % kCopies == 0) s.u()[t * kRows + row] = y;
+        if (tree) __syncwarp();
+        if (a.snapshots && it.row >= 0) {
+          S* const to = static_cast<S*>(a.snapshots.data) + at(a.snapshots, it.row, first + t, it.hv) + v0 * K;
+          if (tree)  // the state before the tree must stay in its place
+            scatter_rows(x, to, a.snapshots.vec, lane);
+          else
+            store_rows(x, to, staged, a.snapshots.vec, lane);
         }
       }
       if (!last) {  // registers are for the tokens of the next block
@@ -713,7 +520,7 @@ __global__ void __launch_bounds__(kThreads, kPlain ? 2 : 1) verify_kernel(const 
         scatter_rows(x, staged, true, lane);
         __syncwarp();
       } else if (states || tree) {
-        if (!kFrozen && a.update_state && it.slot >= 0) store_rows(x, home_of(it), staged, true, lane);
+        if (a.update_state && it.slot >= 0) store_rows(x, home_of(it), staged, true, lane);
         stores_read(lane);
         request_state(then);
       }
@@ -728,20 +535,20 @@ __global__ void __launch_bounds__(kThreads, kPlain ? 2 : 1) verify_kernel(const 
     __syncthreads();
     if (tree && !read_tree(a, head / a.HV, it.tokens, s)) {
       settle(it);
-      head += stride, it = item_of(a, head), working = false;
+      head += stride, it = uniform(item_of(a, head)), working = false;
     }
   }
   // Tokens that belong to no request.
   const std::int64_t end = a.cu ? index(a.cu, a.N) : a.T;
   if (end >= 0)
     for (std::int64_t i = blockIdx.x / static_cast<unsigned>(parts); i < (a.T - end) * a.HV; i += stride)
-      clear_out<Act>(a, end + i / a.HV, end + i / a.HV + 1, static_cast<int>(i % a.HV), v0, kRows);
+      clear_out(a, end + i / a.HV, end + i / a.HV + 1, static_cast<int>(i % a.HV), v0, kRows, static_cast<int>(threadIdx.x), kThreads);
   if (states) stores_done(lane);
 }
 
-template <class Act, class S, int K, int R, bool kPlain, bool kFrozen>
+template <class Act, class S, int K, int R, bool kPlain>
 VerifyKernel verify_form() {
-  return {verify_kernel<Act, S, K, R, kPlain, kFrozen>, Shared<Act, S, K, R, kPlain, kFrozen>::bytes};
+  return {verify_kernel<Act, S, K, R, kPlain>, Shared<Act, S, K, R, kPlain>::bytes, kThreads};
 }
 
 }  // namespace specstate::kda::cuda

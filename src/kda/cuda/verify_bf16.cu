@@ -7,13 +7,11 @@ namespace specstate::kda::cuda {
 VerifyKernel verify_bf16(const Form& f) {
   if (f.state_bf16) {
     if (f.K == 128)
-      return f.rows == 8 ? verify_form<bfloat16, bfloat16, 128, 8, false, false>()
-                         : verify_form<bfloat16, bfloat16, 128, 4, false, false>();
-    return f.rows == 8 ? verify_form<bfloat16, bfloat16, 64, 8, false, false>() : verify_form<bfloat16, bfloat16, 64, 4, false, false>();
+      return f.rows == 8 ? verify_form<bfloat16, bfloat16, 128, 8, false>() : verify_form<bfloat16, bfloat16, 128, 4, false>();
+    return f.rows == 8 ? verify_form<bfloat16, bfloat16, 64, 8, false>() : verify_form<bfloat16, bfloat16, 64, 4, false>();
   }
-  if (f.K == 128)
-    return f.rows == 8 ? verify_form<bfloat16, float, 128, 8, false, false>() : verify_form<bfloat16, float, 128, 4, false, false>();
-  return f.rows == 8 ? verify_form<bfloat16, float, 64, 8, false, false>() : verify_form<bfloat16, float, 64, 4, false, false>();
+  if (f.K == 128) return f.rows == 8 ? verify_form<bfloat16, float, 128, 8, false>() : verify_form<bfloat16, float, 128, 4, false>();
+  return f.rows == 8 ? verify_form<bfloat16, float, 64, 8, false>() : verify_form<bfloat16, float, 64, 4, false>();
 }
 
 }  // namespace specstate::kda::cuda

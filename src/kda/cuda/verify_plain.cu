@@ -6,9 +6,9 @@ namespace specstate::kda::cuda {
 
 VerifyKernel verify_plain(const Form& f) {
   if (!f.act_bf16) return {};
-  if (f.state_bf16 && f.K == 128 && f.rows == 8) return verify_form<bfloat16, bfloat16, 128, 8, true, false>();
-  if (f.state_bf16 && f.K == 64 && f.rows == 4) return verify_form<bfloat16, bfloat16, 64, 4, true, false>();
-  if (!f.state_bf16 && f.K == 64 && f.rows == 4) return verify_form<bfloat16, float, 64, 4, true, false>();
+  if (f.state_bf16 && f.K == 128 && f.rows == 8) return verify_form<bfloat16, bfloat16, 128, 8, true>();
+  if (f.state_bf16 && f.K == 64 && f.rows == 4) return verify_form<bfloat16, bfloat16, 64, 4, true>();
+  if (!f.state_bf16 && f.K == 64 && f.rows == 4) return verify_form<bfloat16, float, 64, 4, true>();
   return {};
 }
 
