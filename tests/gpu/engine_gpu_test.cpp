@@ -101,7 +101,7 @@ std::vector<std::vector<std::vector<int>>> batches() {
   std::sort(files.begin(), files.end());
   std::vector<std::vector<std::vector<int>>> all;
   std::size_t next = 0;
-  for (const std::size_t size : {1, 2, 3, 5, 8, 16, 16}) {
+  for (const std::size_t size : {1, 5, 16, 16, 16}) {
     if (next >= files.size() || (gpu_test::small() && size > 1)) break;
     all.emplace_back();
     for (std::size_t i = 0; i < size && next < files.size(); ++i, ++next) {
