@@ -260,9 +260,16 @@ void launch_any(const MaterializeArgs& a, const Problem& p, const Means& m, Stre
          stream, p, shape);
 }
 
-// Rows of one round where target features come in front: bounds the workspace. Of few tokens, rounds that few_features takes: two of them read fc twice in less
-// time than one tile of rows of many_rows takes, which leaves most multiprocessors idle.
-constexpr std::int64_t kContextRows = 2048, kFewContextTokens = 2 * kFewRows;
+constexpr std::int64_t kContextRows = 2048;  // rows of one round where target features come in front: bounds the workspace
+
+/// Rows of one round. Of few tokens from target features, rounds that few_features and few_rows take: two of them read fc twice in less time than one tile
+/// of rows of many_rows takes, which leaves most multiprocessors idle.
+std::int64_t rows_of_round(std::int64_t tokens, std::int64_t hidden, bool fast, bool with_context) {
+  if (!with_context) return kListRows;
+  for (const int rows : {kFewRows, kFewRows / 2})
+    if (fast && tokens <= 2 * rows && few_takes(rows, static_cast<int>(hidden), true)) return rows;
+  return kContextRows;
+}
 
 std::int64_t round_up(std::int64_t n) { return (n + 255) / 256 * 256; }
 
@@ -316,7 +323,7 @@ void run(const MaterializeArgs& a, Stream stream) {
     m.context = {reinterpret_cast<std::uint16_t*>(workspace + at.raw), reinterpret_cast<float*>(workspace + at.squares),
                  values(a.hidden_norm_weight), a.hidden_norm_eps, p.hidden};
   // A launch names at most kMaxLayers layers and plans a bounded number of rows. Rows go in order, so of two that name one slot the last stands.
-  const std::int64_t round = !with_context ? kListRows : fast && a.tokens <= kFewContextTokens ? kFewRows : kContextRows;
+  const std::int64_t round = rows_of_round(a.tokens, p.hidden, fast, with_context);
   for (std::int64_t first = 0; first < a.tokens; first += round) {
     p.rows.first = first, p.rows.tokens = static_cast<int>(std::min(a.tokens - first, round));
     const std::int64_t most = fast && !few_takes(p.rows.tokens, p.hidden, with_context) ? kNorms / nr.head_dim : kMaxLayers;
