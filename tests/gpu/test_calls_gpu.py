@@ -45,11 +45,11 @@ def test_a_call_can_be_captured(name, replayed):
     replay()
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_calls_that_nobody_should_make(seed):
     here = pathlib.Path(__file__).parent
     path = os.pathsep.join([str(conftest.ROOT / "python"), str(here), *filter(None, sys.path)])
-    done = subprocess.run([sys.executable, "-X", "faulthandler", str(here / "gpu_calls.py"), str(seed), "400"], capture_output=True, text=True, timeout=300,
+    done = subprocess.run([sys.executable, "-X", "faulthandler", str(here / "gpu_calls.py"), str(seed), "250"], capture_output=True, text=True, timeout=300,
                           env=dict(os.environ, PYTHONPATH=path))  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     taken, refused, _ = map(int, done.stdout.split())
@@ -73,7 +73,7 @@ def test_threads_with_their_own_streams():
     def work(number):
         try:
             stream = torch.cuda.Stream()
-            for turn in range(3):
+            for turn in range(2):
                 for i in range(len(gpu_calls.NAMES)):
                     name = gpu_calls.NAMES[(i + 5 * number + turn) % len(gpu_calls.NAMES)]
                     with torch.cuda.stream(stream):
@@ -119,7 +119,7 @@ def test_nothing_is_left_behind():
     for _ in range(3):
         turn()
     before, free_before = held(), free()
-    for _ in range(20):
+    for _ in range(8):
         turn()
     assert held() == before
     for _ in range(10):  # somebody else may take memory of this GPU for a moment
