@@ -350,7 +350,7 @@ std::vector<Options> cases() {
   add([](Options& o) { o.lens = {40, 3}; });
   add([](Options& o) { o.tap_rows = false; });
   add([](Options& o) {  // more heads than the GPU holds at once
-    o.H = 24, o.lens = {8, 3, 8, 1, 9, 8, 0, 8, 8, 11, 2, 8}, o.null_row = 4;
+    o.H = 24, o.lens = {8, 3, 8, 1, 9, 8, 0, 8, 8, 12, 2, 8}, o.null_row = 4;
   });
   add([](Options& o) { o.safe = false; });
   add([](Options& o) { o.scalar_gate = true, o.safe = false; });
@@ -856,7 +856,7 @@ TEST_F(KdaGpu, FoldOfAllLayersIsALoopWithTracks) {
     const std::int64_t layers = gpu_test::small() ? 2 : 5;
     Options o;
     o.H = 8, o.state_bf16 = state_bf16, o.lens = {16, 9, 8, 3, 12, 1};
-    if (gpu_test::small()) o.H = 12, o.lens = {10, 1, 3, 2, 1, 1};
+    if (gpu_test::small()) o.H = 12, o.lens = {12, 1, 3, 2, 1, 1};
     std::vector<Case*> each;
     std::vector<std::unique_ptr<Case>> keep;
     for (std::int64_t i = 0; i < layers; ++i) keep.push_back(std::make_unique<Case>(o)), each.push_back(keep.back().get());
