@@ -33,7 +33,7 @@ from run_tests import run_one  # noqa: E402
 BUILD = ROOT / "build" / "release"
 EVIDENCE = ROOT / "tests" / "gpu" / "evidence.json"
 FAMILIES = ("hisparse", "kda", "draft_kv", "accept", "engine")
-TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+TOOLS = ("racecheck", "initcheck", "memcheck", "synccheck")
 
 
 def family_of(name):
@@ -149,10 +149,9 @@ cd "$(dirname "$0")" && mkdir -p out
 if ls ./*.whl > /dev/null 2>&1; then  # packages that the machine lacks (apache-tvm-ffi)
   python3 -m pip install -q --no-index --no-deps --no-cache-dir --upgrade --target "$PWD/site" ./*.whl && export PYTHONPATH="$PWD/site"
 fi
-python3 tools/gpu_test.py --no-sanitizers --evidence out/evidence.json
+python3 tools/gpu_test.py --jobs 16 --evidence out/evidence.json
 python3 tools/gpu_bench.py $([ -d wheel ] && echo --wheel wheel) --out out/bench.json
 [ -d wheel ] && SPECSTATE_LIBRARY_PATH=build/release/lib LD_LIBRARY_PATH=build/release/lib python3 bench/peers/overhead.py --wheel wheel --json out/overhead.json
-python3 tools/gpu_test.py --jobs 8 --evidence out/evidence.json
 cp build/release/gpu-test-results/*.log out/
 """)
     programs = [p for p in folder.rglob("*") if p.is_file() and p.read_bytes()[:4] == b"\x7fELF"]
@@ -201,14 +200,15 @@ def main():
     families, wheel = {}, options.wheel.exists() and {"SGLANG_WHEEL": str(options.wheel.resolve())} or {}
     theirs = [p for p in sorted((ROOT / "tests" / "gpu" / "sglang").glob("test_*.py")) if options.only in ("", "sglang") or options.only in p.name]
     garbled_calls = ROOT / "tests" / "gpu" / "gpu_calls.py"  # of every family: nothing outside an array may be touched
-    sanitized = [] if options.no_sanitizers or not programs else [("memcheck", garbled_calls)] + [(tool, p) for tool in TOOLS for p in programs]
+    sanitized = [] if options.no_sanitizers or not programs else [(tool, p) for tool in TOOLS for p in programs] + [("memcheck", garbled_calls)]
     planted = []
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        tests = [pool.submit(run_one, name, command, results, options.timeout, environment() | wheel) for name, command in tasks]
-        tables = [pool.submit(run_theirs, path, results, options.timeout, wheel) for path in theirs]
+        # the longest first
         if sanitized and sanitizer():
             planted = [pool.submit(sanitize, tool, BUILD / "gpu-tests" / "planted_fault", results, options.timeout) for tool in TOOLS]
             verdicts = [pool.submit(sanitize, *run, results, options.timeout) for run in sanitized]
+        tests = [pool.submit(run_one, name, command, results, options.timeout, environment() | wheel) for name, command in tasks]
+        tables = [pool.submit(run_theirs, path, results, options.timeout, wheel) for path in theirs]
 
         for (name, _), future in zip(tasks, tests):
             r = future.result()
