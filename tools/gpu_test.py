@@ -7,7 +7,7 @@
 
 Runs the binaries build/release/gpu-tests/*_gpu_test and the files tests/gpu/test_*.py (the latter need torch), then each binary again
 under compute-sanitizer's four tools on small shapes (GPU_TEST_SMALL=1), after each tool has found a planted fault.
-sglang's own kernel tests, where they lie in tests/gpu/sglang/ (they are sglang's, so they are carried and never committed), run against
+sglang's own kernel tests, where they lie in tests/gpu/of_sglang/ (they are sglang's, so they are carried and never committed), run against
 our functions (tests/gpu/sglang_in_name.py); what came of each is in the evidence under "sglang" (tools/sglang_table.py writes it into
 docs/compatibility.md). Kernels of sglang that its tests compare with come from an unpacked wheel in `wheel`, if there is one.
 A family's evidence names the digest of the sources that the build was made from; `make test` says whether it is still theirs.
@@ -123,7 +123,7 @@ def pack(folder, wheel):
     ours = [BUILD / "specstate", BUILD / "source_digests.json", *sorted((BUILD / "gpu-tests").glob("*"))]
     ours += [ROOT / "tools" / n for n in ("gpu_test.py", "run_tests.py", "source_digest.py")] + [p for d in ("gpu", "oracles") for p in sorted((ROOT / "tests" / d).glob("*.py"))]
     ours += [p for p in sorted((ROOT / "tests" / "python").glob("*.py")) if not p.name.startswith(("test_", "conftest")) or p.name.startswith("test_kda")]
-    ours += sorted((ROOT / "tests" / "gpu" / "sglang").glob("*.py")) + sorted((ROOT / "bench" / "peers").glob("*.py")) + [ROOT / "tools" / "gpu_bench.py"] + sorted((ROOT / "examples").glob("*.py"))
+    ours += sorted((ROOT / "tests" / "gpu" / "of_sglang").glob("*.py")) + sorted((ROOT / "bench" / "peers").glob("*.py")) + [ROOT / "tools" / "gpu_bench.py"] + sorted((ROOT / "examples").glob("*.py"))
     ours += [p for p in sorted((ROOT / "python" / "specstate").rglob("*")) if p.is_file() and "__pycache__" not in p.parts and "lib" not in p.parts]
     ours += [p for p in sorted((ROOT / "models").rglob("*")) if p.suffix in (".json", ".safetensors", ".txt") and p.parent.name != "golden"]
     for source in ours:
@@ -198,7 +198,7 @@ def main():
         print(f"gpu_test: found no test in {BUILD / 'gpu-tests'} and tests/gpu", file=sys.stderr)
         return 1
     families, wheel = {}, options.wheel.exists() and {"SGLANG_WHEEL": str(options.wheel.resolve())} or {}
-    theirs = [p for p in sorted((ROOT / "tests" / "gpu" / "sglang").glob("test_*.py")) if options.only in ("", "sglang") or options.only in p.name]
+    theirs = [p for p in sorted((ROOT / "tests" / "gpu" / "of_sglang").glob("test_*.py")) if options.only in ("", "sglang") or options.only in p.name]
     garbled_calls = ROOT / "tests" / "gpu" / "gpu_calls.py"  # of every family: nothing outside an array may be touched
     sanitized = [] if options.no_sanitizers or not programs else [(tool, p) for tool in TOOLS for p in programs] + [("memcheck", garbled_calls)]
     planted = []

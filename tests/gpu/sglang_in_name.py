@@ -1,6 +1,6 @@
 """A pytest plugin: sglang in name only, so that sglang's own kernel tests run where sglang is not installed, against our functions.
 
-    PYTHONPATH=python:tests/gpu SGLANG_WHEEL=FOLDER python3 -m pytest -p sglang_in_name tests/gpu/sglang/test_hisparse.py
+    PYTHONPATH=python:tests/gpu SGLANG_WHEEL=FOLDER python3 -m pytest -p sglang_in_name tests/gpu/of_sglang/test_hisparse.py
 
 Every module `sglang...` exists. Those that specstate.sglang knows hold our functions. With SGLANG_WHEEL (an unpacked wheel of sglang,
 bench/peers/sglang_wheel.py) sglang's other kernels are its own: the tests compare ours with them. sglang's test helpers are the few lines
