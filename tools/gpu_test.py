@@ -249,8 +249,9 @@ def main():
                     continue
                 f["failed"] += not good
                 f["passed"] += good
+                said = "blind" if tool in blind else "no verdict" if errors is None else f"{errors} errors in {program.name}" if errors else "clean"
                 before = f["sanitizers"].get(tool, "clean")
-                f["sanitizers"][tool] = before if good else "blind" if tool in blind else "no verdict" if errors is None else f"{errors} errors"
+                f["sanitizers"][tool] = said if before == "clean" else before if said == "clean" else f"{before}, {said}"
 
     save(options.evidence, families)
     total = [sum(f[k] for f in families.values()) for k in ("passed", "failed", "skipped")]
