@@ -3,6 +3,8 @@
 .PHONY: help demo test build bench lint format wheel gpu-test gpu-bench cuda-archs clean
 
 CCACHE := $(shell command -v ccache 2>/dev/null)
+# Paths below this folder are relative for ccache, so that build/wheel finds what build/release has compiled.
+export CCACHE_BASEDIR ?= $(CURDIR)
 # $(call configure,PRESET): quiet unless it fails.
 configure = mkdir -p build && { cmake -DCMAKE_CXX_COMPILER_LAUNCHER=$(CCACHE) --preset $(1) > build/configure.log 2>&1 || { cat build/configure.log; exit 1; }; }
 PROMPT ?= And it came to pass in those days, that
@@ -37,7 +39,7 @@ format:  ## clang-format over every C++ source
 	@tools/bootstrap test
 	@git ls-files '*.cpp' '*.hpp' '*.cu' '*.cuh' | xargs clang-format -i
 
-wheel:  ## the Python wheel, into dist/
+wheel:  ## the Python wheel, into dist/ (with CUDA where nvcc is found; minutes, unless ccache knows the objects)
 	@tools/bootstrap build python
 	@CMAKE_CXX_COMPILER_LAUNCHER=$(CCACHE) CMAKE_GENERATOR=Ninja .venv/bin/python3 tools/build_wheel.py
 

@@ -43,8 +43,8 @@ Json digests() {
 
 std::string command_of(const BenchOptions& o, const std::string& family) {
   const char* threads = std::getenv("SPECSTATE_NUM_THREADS");
-  return fmt::format("{}specstate bench {} --device {}", threads ? fmt::format("SPECSTATE_NUM_THREADS={} ", threads) : "", family,
-                     o.device);
+  return fmt::format("{}specstate bench {} --device {}{}", threads ? fmt::format("SPECSTATE_NUM_THREADS={} ", threads) : "", family,
+                     o.device, o.quick ? " --quick" : "");
 }
 
 /// `fresh` into the recorded file: a case measured again replaces its older self, the others stay. A file of another machine is
@@ -86,9 +86,9 @@ std::string file_of(const std::string& gpu) {
   return name + ".json";
 }
 
-std::string line_of(const bench::Result& r) {
-  std::string text = fmt::format("{:<64} {:>12.2f}", r.name, r.ours_us);
-  text += r.floor_us > 0 ? fmt::format(" {:>12.2f} {:>6.2f}", r.floor_us, r.floor_us / r.ours_us) : fmt::format(" {:>12} {:>6}", "-", "-");
+std::string line_of(const bench::Result& r, std::size_t width) {
+  std::string text = fmt::format("{:<{}} {:>12.2f}", r.name, width, r.ours_us);
+  text += r.floor_us > 0 ? fmt::format(" {:>12.2f} {:>8.2f}", r.floor_us, r.floor_us / r.ours_us) : fmt::format(" {:>12} {:>8}", "-", "-");
   for (const auto& [name, us] : r.peers) text += fmt::format("   {} {:.2f} ({:.2f}x)", name, us, us / r.ours_us);
   return text;
 }
@@ -106,8 +106,12 @@ int run_bench(const BenchOptions& options) {
   if (options.family != "all" && !families.count(options.family)) {
     std::string names;
     for (const auto& [name, run] : families) names += name + ", ";
-    std::fprintf(stderr, "specstate bench: family: expected %sor all with --device %s, got '%s'\n", names.c_str(), options.device.c_str(),
-                 options.family.c_str());
+    const bool other = (on_gpu ? bench::families() : bench::gpu_families()).count(options.family) > 0;
+    std::fprintf(stderr, "specstate bench: family: expected %sor all with --device %s, got '%s'%s\n", names.c_str(), options.device.c_str(),
+                 options.family.c_str(),
+                 !other   ? ""
+                 : on_gpu ? ", which needs --device cpu"
+                          : ", which needs --device cuda and a GPU");
     return kUsage;
   }
   if (options.quick && options.record) {
@@ -127,13 +131,17 @@ int run_bench(const BenchOptions& options) {
   report["date"] = today();
   report["ceilings"] = Json::object();
   report["results"] = Json::array();
-  fmt::print(table, "{}\n{:<64} {:>12} {:>12} {:>6}\n", device, "case", "us", "floor us", "share");
+  fmt::print(table, "{}\n", device);
+  std::fflush(table);
   for (const auto& [name, run] : families) {
     if (options.family != "all" && options.family != name) continue;
     bench::Report r(name, {.device = options.device, .quick = options.quick});
     run(r);
+    std::size_t width = 0;
+    for (const bench::Result& result : r.results()) width = std::max(width, result.name.size());
+    fmt::print(table, "{:<{}} {:>12} {:>12} {:>8}\n", "case", width, "us", "floor us", "floor/us");
     for (const bench::Result& result : r.results()) {
-      fmt::print(table, "{}\n", line_of(result));
+      fmt::print(table, "{}\n", line_of(result, width));
       Json peers = Json::object();
       for (const auto& [peer, us] : result.peers) peers[peer] = rounded(us);
       report["results"].push_back({{"case", result.name},

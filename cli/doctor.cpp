@@ -4,6 +4,7 @@
 #include <hwy/targets.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 #include <vector>
@@ -22,9 +23,32 @@ namespace specstate::cli {
 namespace {
 
 /// The best instruction set that both this build and this processor have: the one Highway takes.
-const char* simd_in_use() {
+std::string simd_in_use() {
   const std::int64_t both = hwy::SupportedTargets() & HWY_TARGETS;
-  return hwy::TargetName(both & -both);  // a lower bit is a better target
+  const std::string name = hwy::TargetName(both & -both);                 // a lower bit is a better target
+  return name.rfind("AVX3", 0) == 0 ? "AVX-512" + name.substr(4) : name;  // Highway's name of it
+}
+
+/// "g++ 12.2.0"
+std::string host_compiler() {
+#if defined(__clang__)
+  return __VERSION__;
+#else
+  return "g++ " __VERSION__;
+#endif
+}
+
+#if defined(SPECSTATE_CUDA_TOOLKIT)
+constexpr const char *kToolkit = SPECSTATE_CUDA_TOOLKIT, *kCudaTargets = SPECSTATE_CUDA_TARGETS;
+#else
+constexpr const char *kToolkit = "", *kCudaTargets = "";
+#endif
+const int kToolkitMajor = std::atoi(kToolkit);
+
+/// A CUDA runtime works on every driver of its major version (NVIDIA's minor version compatibility).
+std::string driver_needed() {
+  const char* first = kToolkitMajor == 12 ? " (525 or newer)" : kToolkitMajor == 13 ? " (580 or newer)" : "";
+  return fmt::format("a driver for CUDA {}{}", kToolkitMajor, first);
 }
 
 }  // namespace
@@ -37,9 +61,11 @@ int run_doctor(const DoctorOptions& options) {
   const auto line = [&](const char* what, const std::string& value) { text += fmt::format("{:<14}{}\n", what, value); };
 
   j["version"] = SPECSTATE_VERSION;
-  j["build"] = {{"cuda", core::cuda_built()}, {"compiler", __VERSION__}};
+  j["build"] = {{"cuda", core::cuda_built()}, {"cuda_toolkit", kToolkit}, {"cuda_targets", kCudaTargets}, {"compiler", host_compiler()}};
+  if (core::cuda_built()) j["build"]["driver_needed"] = driver_needed();
   line("specstate",
-       fmt::format("{}, {}CUDA kernels, compiler {}", SPECSTATE_VERSION, core::cuda_built() ? "with " : "without ", __VERSION__));
+       fmt::format("{}, {} CUDA kernels; C++ by {}", SPECSTATE_VERSION, core::cuda_built() ? "with" : "without", host_compiler()));
+  if (core::cuda_built()) line("CUDA", fmt::format("kernels for {} by toolkit {}; needs {}", kCudaTargets, kToolkit, driver_needed()));
 
   j["cpu"] = {{"simd", simd_in_use()}, {"threads", executor().concurrency()}};
   line("CPU", fmt::format("{} instructions, {} threads", simd_in_use(), executor().concurrency()));
@@ -64,7 +90,10 @@ int run_doctor(const DoctorOptions& options) {
     line("GPU", "no GPU: " + cuda.problem);
     missing.push_back("a GPU: " + cuda.problem + " (the CPU backend needs none)");
   } else if (!core::cuda_built()) {
-    missing.push_back("CUDA kernels: this version has the CPU backend only");
+    missing.push_back("CUDA kernels: this build has the CPU backend only; build it where nvcc is");
+  } else if (cuda.driver_version / 1000 < kToolkitMajor) {
+    missing.push_back(
+        fmt::format("{}: this one is for CUDA {}.{}", driver_needed(), cuda.driver_version / 1000, cuda.driver_version % 1000 / 10));
   }
 
   const std::string model = options.model.empty() ? runtime::find_embedded_model() : options.model;

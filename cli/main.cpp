@@ -92,7 +92,7 @@ int run(int argc, char** argv) {
   generate_app->add_option("--max-new-tokens", g.max_new_tokens, "tokens to generate at most")
       ->check(number(1, 1 << 30, "an integer from 1 to 1073741824"))
       ->capture_default_str();
-  generate_app->add_option("--mode", mode, "auto: what measures fastest; a named mode is always followed")
+  generate_app->add_option("--mode", mode, "auto (what measures fastest), plain, dflash or dspark; a named mode is always followed")
       ->check(one_of({"auto", "plain", "dflash", "dspark"}))
       ->capture_default_str();
   generate_app->add_option("--temperature", g.temperature, "0: greedy")
@@ -104,7 +104,9 @@ int run(int argc, char** argv) {
   generate_app->add_option("--proposal", proposal, "greedy: the drafter's best ids; sampled: drawn from it, verified by rejection sampling")
       ->check(one_of({"greedy", "sampled"}))
       ->capture_default_str();
-  generate_app->add_option("--device", generate.device, "backend")->check(one_of({"cpu", "cuda"}))->capture_default_str();
+  generate_app->add_option("--device", generate.device, "cpu, or cuda: one NVIDIA GPU")
+      ->check(one_of({"cpu", "cuda"}))
+      ->capture_default_str();
   generate_app->add_option("--model", generate.model, "model folder (default: the embedded model)")->check(not_empty());
   generate_app->add_option("--hot-slots", g.hot_slots, "device rows that cache the KV of the host, per request and layer")
       ->check(number(1, 1 << 20, "an integer from 1 to 1048576"))
@@ -135,12 +137,17 @@ int run(int argc, char** argv) {
   doctor_app->add_option("--json", doctor.json, "write the report as JSON to a file, or - for stdout")->check(not_empty());
 
   BenchOptions bench;
-  CLI::App* bench_app = app.add_subcommand("bench", "measure operations beside their floors and peers");
+  CLI::App* bench_app = app.add_subcommand(
+      "bench",
+      "measure operations beside their floors and peers.\nus: microseconds of a call; floor us: what this machine needs for it at least, "
+      "measured in the same run;\n"
+      "floor/us: the share of the floor in our time, 1.00 is perfect; behind them peers, with their time as a multiple of ours");
   bench_app
       ->add_option("family", bench.family,
-                   "accept, draft_kv, engine, hisparse, kda, matmul, step or all (which of them depends on the device)")
+                   "with --device cpu: draft_kv, engine, hisparse, kda, matmul; with --device cuda, which needs a GPU: accept, draft_kv, "
+                   "hisparse, kda, step; or all of the device's")
       ->required();
-  bench_app->add_option("--device", bench.device, "cpu or cuda")->check(one_of({"cpu", "cuda"}));
+  bench_app->add_option("--device", bench.device, "cpu, or cuda: one NVIDIA GPU")->check(one_of({"cpu", "cuda"}))->capture_default_str();
   bench_app->add_flag("--quick", bench.quick, "few and short samples: shows that it runs, not how fast");
   bench_app->add_flag("--record", bench.record, "merge into bench/results/<device>.json of this checkout");
   bench_app->add_option("--json", bench.json, "write the results as JSON to a file, or - for stdout")->check(not_empty());

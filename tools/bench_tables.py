@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""Writes the tables of docs/performance.md from bench/results/*.json; `--check` only says whether the page is up to date.
+"""Writes the tables of docs/performance.md from bench/results/*.json; `--check` only says whether the page is up to date,
+and which rows were measured from older sources than those at hand.
 
 A table stands between two markers and names the results file and a family (or one operation of it), or the file's ceilings:
     <!-- bench cpu matmul/product -->
     <!-- /bench -->
-Keys that are the same in all cases stand in the line above the table.
+Keys that are the same in all cases stand in the line above the table. A dagger stands behind the time of a row whose sources have changed
+since (its `source_digest` is not today's), and behind the date where that is so of all rows. Daggers are as of the day that the page was written; `--check` looks afresh.
 """
 
 import argparse
@@ -12,6 +14,8 @@ import json
 import pathlib
 import re
 import sys
+
+import source_digest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"(<!-- bench (\w+) ([\w/]+) -->\n)(.*?)(<!-- /bench -->)", re.S)
@@ -25,11 +29,26 @@ def table(head, rows):
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows]) + "\n"
 
 
+OLDER = " †"
+
+
+def older(recorded):
+    """The cases that were measured from other sources than those at hand."""
+    families = {r["case"].split("/")[0] for r in recorded["results"]}
+    now = {f: source_digest.digest({"overhead": "binding"}.get(f, f)) for f in families}
+    return {r["case"] for r in recorded["results"] if r.get("source_digest") != now[r["case"].split("/")[0]]}
+
+
+def age_line(path):
+    recorded = json.loads(path.read_text())
+    return f"bench: {path.stem}: {len(older(recorded))} of {len(recorded['results'])} recorded rows are of older sources than these"
+
+
 def sort_key(keys):
     return [(0, int(v), "") if v.isdigit() else (1, 0, v) for v in keys]
 
 
-def results_table(recorded, prefix):
+def results_table(recorded, prefix, aged=frozenset()):
     results = [r for r in recorded["results"] if r["case"].startswith(prefix + "/")]
     if not results:
         return "Not measured yet.\n"
@@ -38,13 +57,14 @@ def results_table(recorded, prefix):
     varied = [n for n in names if len({keys.get(n) for keys in keys_of}) > 1]
     same = [f"{n} {keys_of[0][n]}" for n in names if n not in varied and n != "operation"]
     peers = sorted({p for r in results for p in r["peers"]})
+    all_aged = all(r["case"] in aged for r in results)
     rows = []
     for keys, r in sorted(zip(keys_of, results), key=lambda pair: sort_key([pair[0].get(n, "") for n in varied])):
         ours, floor = r["ours_us"], r["floor_us"]
-        row = [keys.get(n, "") for n in varied] + [number(ours), number(floor) if floor else "", f"{floor / ours:.2f}" if floor else ""]
+        row = [keys.get(n, "") for n in varied] + [number(ours) + (OLDER if r["case"] in aged and not all_aged else ""), number(floor) if floor else "", f"{floor / ours:.2f}" if floor else ""]
         row += [f"{number(r['peers'][p])} ({r['peers'][p] / ours:.2f}x)" if p in r["peers"] else "" for p in peers]
         rows.append(row)
-    caption = f"{recorded['device']}, {', '.join(sorted({r['date'] for r in results}))}; microseconds" + "".join(f"; {s}" for s in same) + ".\n\n"
+    caption = f"{recorded['device']}, {', '.join(sorted({r['date'] for r in results}))}{OLDER if all_aged else ''}; microseconds" + "".join(f"; {s}" for s in same) + ".\n\n"
     return caption + table([*varied, "ours", "floor", "floor / ours", *(f"{p} (x ours)" for p in peers)], rows)
 
 
@@ -58,16 +78,25 @@ def ceilings_table(recorded):
     return f"{recorded['device']}, {recorded['date']}.\n\n" + table(["threads", *columns.values()], rows)
 
 
-def render(page, root=ROOT):
+def render(page, root=None):
+    root, aged = root or ROOT, {}
+
     def fill(match):
         path = root / "bench" / "results" / f"{match[2]}.json"
         if not path.is_file():
             return f"{match[1]}Not measured yet.\n{match[5]}"
         recorded = json.loads(path.read_text())
-        content = ceilings_table(recorded) if match[3] == "ceilings" else results_table(recorded, match[3])
+        if match[2] not in aged:
+            aged[match[2]] = older(recorded)
+        content = ceilings_table(recorded) if match[3] == "ceilings" else results_table(recorded, match[3], aged[match[2]])
         return f"{match[1]}{content}{match[5]}"
 
     return BLOCK.sub(fill, page)
+
+
+def undated(page):
+    """Without daggers: sources change every day, and a page is not false for having been written yesterday."""
+    return page.replace(OLDER, "")
 
 
 def main(arguments=None):
@@ -78,9 +107,13 @@ def main(arguments=None):
     before = page.read_text()
     after = render(before)
     if options.check:
-        if after != before:
+        for path in sorted((ROOT / "bench" / "results").glob("*.json")):
+            recorded = json.loads(path.read_text())
+            print("\n".join([age_line(path), *(f"  {case}" for case in sorted(older(recorded)))]))
+        if undated(after) != undated(before):
             print("docs/performance.md differs from bench/results; run tools/bench_tables.py", file=sys.stderr)
-        return int(after != before)
+            return 1
+        return 0
     page.write_text(after)
     return 0
 

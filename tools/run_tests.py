@@ -135,6 +135,13 @@ def gpu_evidence(root=ROOT):
     return lines
 
 
+def bench_ages(root=ROOT):
+    """How many of the numbers in docs/performance.md are of older sources; `tools/bench_tables.py --check` lists them."""
+    from bench_tables import age_line
+
+    return [age_line(path) for path in sorted((root / "bench" / "results").glob("*.json"))]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--build", type=pathlib.Path, default=ROOT / "build" / "release")
@@ -209,6 +216,8 @@ def main():
               f"{sum(len(r.skips) for r in mine)} skipped in {sum(r.seconds for r in mine):.0f} s of {len(mine)} processes")
     if args.only is None and "gpu" not in runners:
         print("\n".join(gpu_evidence()))
+    if args.only is None:
+        print("\n".join(bench_ages()))
     passed, failed = sum(r.passed for r in results), sum(r.failed for r in results) + len(problems)
     if args.summary:
         args.summary.write_text(json.dumps({"passed": passed, "failed": failed, "skipped": skipped, "seconds": time.monotonic() - start}))

@@ -43,6 +43,27 @@ def test_quick_bench_measures_and_names_its_sources():
     assert {r["source_digest"] for r in report["results"]} == {source_digest.digest("matmul")}
     (ceilings,) = report["ceilings"].values()
     assert all(value > 0 for value in ceilings.values())
+    assert {r["command"] for r in report["results"]} == {"specstate bench matmul --device cpu --quick"}  # what ran, not what would have been recorded
+
+
+def test_columns_stand_under_their_names():
+    """Names of cases are of any length."""
+    lines = bench("draft_kv", "--quick").stdout.splitlines()
+    head = next(line for line in lines if line.startswith("case "))
+    rows = [line for line in lines if line.startswith("draft_kv/")]
+    assert rows and max(len(row.split()[0]) for row in rows) > 64
+    ends = [head.index(name) + len(name) for name in (" us", "floor us", "floor/us")]
+    for row in rows:
+        ours, floor, share = (float(row[:end].split()[-1]) for end in ends)
+        assert row[: ends[0]].split()[0] == row.split()[0] and share == pytest.approx(floor / ours, abs=0.006)
+
+
+def test_help_names_the_families_of_each_device():
+    said = bench("--help").stdout
+    cpu, gpu = re.search(r"--device cpu: ([\w, ]+); with --device cuda, which needs a GPU: ([\w, ]+);", said).groups()
+    assert f"expected {cpu}, or all with --device cpu" in bench("nonsense").stderr
+    assert gpu.split(", ") == sorted(p.stem for p in (ROOT / "bench" / "gpu").glob("*.cpp") if "add_gpu_family" in p.read_text())
+    assert "--device TEXT=cpu" in said and "floor/us: the share" in said
 
 
 def test_bad_usage_is_one_line_and_status_2():
@@ -66,12 +87,13 @@ def test_recorded_results_have_the_schema_and_the_page_is_made_of_them():
         assert len(set(names)) == len(names)
     page = (ROOT / "docs" / "performance.md").read_text()
     assert bench_tables.BLOCK.search(page)
-    assert bench_tables.render(page) == page, "run tools/bench_tables.py"
+    assert bench_tables.undated(bench_tables.render(page)) == bench_tables.undated(page), "run tools/bench_tables.py"
 
 
-def test_tables_pivot_keys_and_peers(tmp_path):
+def test_tables_pivot_keys_and_peers(tmp_path, monkeypatch):
     (tmp_path / "bench" / "results").mkdir(parents=True)
-    result = lambda case, us, peers: {"case": case, "ours_us": us, "floor_us": us / 2, "floor": "f", "peers": peers, "date": "2026-01-02"}
+    monkeypatch.setattr(bench_tables.source_digest, "digest", lambda family: {"a": "new"}[family])
+    result = lambda case, us, peers: {"case": case, "ours_us": us, "floor_us": us / 2, "floor": "f", "peers": peers, "date": "2026-01-02", "source_digest": "new"}
     recorded = {"device": "D", "date": "2026-01-02", "results": [result("a/b/n=10,x=q", 1234.5, {"P": 2469.0}), result("a/b/n=9,x=q", 2.0, {}), result("a/c/n=1", 1, {})]}
     (tmp_path / "bench" / "results" / "cpu.json").write_text(json.dumps(recorded))
     page = bench_tables.render("before\n<!-- bench cpu a/b -->\nold\n<!-- /bench -->\nafter <!-- bench h200 a/b -->\n<!-- /bench -->", tmp_path)
@@ -84,6 +106,28 @@ def test_tables_pivot_keys_and_peers(tmp_path):
     assert bench_tables.render(page, tmp_path) == page
     family = bench_tables.render("<!-- bench cpu a -->\n<!-- /bench -->", tmp_path)  # every operation of a family
     assert "| operation | n | x | ours |" in family and "| b | 9 | q | 2.00 |" in family and "| c | 1 |  | 1.00 |" in family
+
+
+def test_rows_of_older_sources_are_marked_and_listed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench_tables.source_digest, "digest", lambda family: {"a": "new", "binding": "new"}[family])
+    folder = tmp_path / "bench" / "results"
+    folder.mkdir(parents=True)
+    result = lambda case, digest: {"case": case, "ours_us": 2.0, "floor_us": 0, "floor": "", "peers": {}, "date": "2026-01-02", "source_digest": digest}  # noqa: E731
+    recorded = {"device": "D", "date": "2026-01-02", "results": [result("a/b/n=1", "new"), result("a/b/n=2", "old"), result("overhead/c/n=1", "new"), result("a/d/n=1", "old")]}
+    (folder / "cpu.json").write_text(json.dumps(recorded))
+    blocks = "".join(f"<!-- bench cpu {name} -->\n<!-- /bench -->\n" for name in ("a/b", "a/d", "overhead"))
+    page = bench_tables.render(blocks, tmp_path)
+    assert "| 1 | 2.00 |" in page and "| 2 | 2.00 † |" in page and page.count("†") == 2  # one row of a/b, the whole of a/d, nothing of overhead
+    assert page.index("2026-01-02 †; microseconds; n 1") > page.index("bench cpu a/d")
+    assert "†" not in bench_tables.undated(page) and bench_tables.render(page, tmp_path) == page
+
+    monkeypatch.setattr(bench_tables, "ROOT", tmp_path)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "performance.md").write_text(bench_tables.undated(page))  # written when all was new: not false
+    assert bench_tables.main(["--check"]) == 0
+    assert capsys.readouterr().out == "bench: cpu: 2 of 4 recorded rows are of older sources than these\n  a/b/n=2\n  a/d/n=1\n"
+    (tmp_path / "docs" / "performance.md").write_text(page.replace("2.00", "1.00"))
+    assert bench_tables.main(["--check"]) == 1 and "run tools/bench_tables.py" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("changed,families", [

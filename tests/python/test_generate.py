@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 
@@ -224,6 +225,10 @@ def test_help():
     assert b"generate" in call("--help").stdout
     for command in ("generate", "bench", "doctor"):
         assert b"--json" in call(command, "--help").stdout
+    text = call("generate", "--help").stdout.decode()
+    option = lambda name: next(line for line in text.splitlines() if line.strip().startswith(f"--{name} "))  # noqa: E731
+    assert all(mode in option("mode") for mode in ("auto", "plain", "dflash", "dspark"))
+    assert all(device in option("device") for device in ("cpu", "cuda"))
 
 
 def test_failures_are_one_line_and_status_1(tmp_path):
@@ -272,6 +277,20 @@ def test_doctor():
     assert bool(report["gpu"]["devices"]) != bool(report["gpu"]["problem"])
     text = call("doctor").stdout.decode()
     assert report["cpu"]["simd"] in text and "model" in text
+    assert "AVX3" not in text  # Highway's name of what everyone else calls AVX-512
+
+
+def test_doctor_tells_the_compilers_apart():
+    build = json.loads(call("doctor", "--json", "-").stdout)["build"]
+    lines = {line[:14].strip(): line[14:] for line in call("doctor").stdout.decode().splitlines()}
+    assert re.fullmatch(r"(g\+\+|.*[Cc]lang) .*\d", build["compiler"]) and lines["specstate"].endswith(f"C++ by {build['compiler']}")
+    assert ("CUDA" in lines) == build["cuda"] == bool(build["cuda_toolkit"]) == bool(build["cuda_targets"])
+    if build["cuda"]:
+        commands = (COMMAND.parent / "compile_commands.json").read_text()
+        assert {t for t in build["cuda_targets"].split(", ")} == set(re.findall(r"code=(sm_\w+)", commands))
+        major = build["cuda_toolkit"].split(".")[0]
+        assert re.fullmatch(r"1\d\.\d+\.\d+", build["cuda_toolkit"]) and build["driver_needed"].startswith(f"a driver for CUDA {major}")
+        assert lines["CUDA"] == f"kernels for {build['cuda_targets']} by toolkit {build['cuda_toolkit']}; needs {build['driver_needed']}"
 
 
 @pytest.mark.parametrize("args", [("doctor",), ("doctor", "--json", "-"), ("generate", "--prompt", "a", "--max-new-tokens", 2)])

@@ -2,7 +2,9 @@
 
 import os
 import pathlib
+import re
 import subprocess
+import sys
 
 import pytest
 
@@ -59,6 +61,38 @@ def test_everything_is_installed(prefix):
     assert "bin/specstate" in names and "share/doc/specstate/LICENSE" in names
     for path in (ROOT / "models").rglob("*.safetensors"):
         assert f"share/specstate/{path.relative_to(ROOT)}" in names
+
+
+def test_several_gpus_in_one_build(tmp_path):
+    """The definition that names them stays one: CMake cuts a list at its semicolons."""
+    (tmp_path / "toy").mkdir()
+    lines = (ROOT / "CMakeLists.txt").read_text().splitlines(keepends=True)
+    begin = next(i for i, line in enumerate(lines) if line.startswith("include(cmake/flags.cmake)"))
+    end = next(i for i in range(begin, len(lines)) if lines[i].startswith("configure_file"))
+    (tmp_path / "toy" / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.25)\nproject(toy LANGUAGES CXX)\nset(CMAKE_EXPORT_COMPILE_COMMANDS ON)\nset(SPECSTATE_WITH_CUDA ON)\n"
+        f'set(SPECSTATE_CUDA_ARCHITECTURES "80;90a")\n'
+        + "".join(lines[begin:end]).replace("include(cmake/", f"include({ROOT}/cmake/")
+        + "add_executable(toy toy.cpp)\ntarget_link_libraries(toy specstate_flags)\n"
+    )
+    (tmp_path / "toy" / "toy.cpp").write_text("#include <cstdio>\nint main() { std::puts(SPECSTATE_CUDA); }\n")
+    run("cmake", "-G", "Ninja", "-S", tmp_path / "toy", "-B", tmp_path / "build")
+    run("cmake", "--build", tmp_path / "build")
+    assert run(tmp_path / "build" / "toy") == "80, 90a\n"
+
+
+def test_the_wheels_build_shows_how_far_it_is(tmp_path, capsys):
+    sys.path.insert(0, str(ROOT / "tools"))
+    import build_wheel
+
+    said = "import sys\nprint('configuring')\nfor i in range(1, 41): print(f'  [{i}/40] Building CXX object x{i}.o')\nsys.exit(3)"
+    assert build_wheel.build([sys.executable, "-c", said], tmp_path / "log") == 3
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 11 and all(re.fullmatch(r"build_wheel: \d+ of 40 files, \d+ s", line) for line in lines) and " 40 of 40 " in lines[-1]
+    assert len((tmp_path / "log").read_text().splitlines()) == 41
+    asked = "import os; print(os.environ['CXX'], os.environ['CCACHE_BASEDIR'])"
+    build_wheel.build([sys.executable, "-c", asked], tmp_path / "log")
+    assert (tmp_path / "log").read_text().split()[1] == str(ROOT) or "CCACHE_BASEDIR" in os.environ
 
 
 @pytest.mark.parametrize("cuda, status", [("ON", 1), ("AUTO", 0), ("OFF", 0)])

@@ -25,6 +25,15 @@ def result_of(tmp_path, text, status=0, timeout=60):
     return run_tests.run_one("cpp/x", [sys.executable, "-c", code, "{report}"], tmp_path, timeout, dict(os.environ))
 
 
+def test_the_age_of_the_recorded_benchmarks_is_said(tmp_path):
+    folder = tmp_path / "bench" / "results"
+    folder.mkdir(parents=True)
+    now = run_tests.digest("kda")
+    rows = [{"case": f"kda/fold/n={i}", "source_digest": digest} for i, digest in enumerate([now, now, "0" * 16])]
+    (folder / "h200.json").write_text(json.dumps({"results": rows}))
+    assert run_tests.bench_ages(tmp_path) == ["bench: h200: 1 of 3 recorded rows are of older sources than these"]
+
+
 GOOGLETEST_SKIP = '<skipped message="/src/tests/cpp/kda_test.cpp:208&#x0A;needs-isa: AVX2"><![CDATA[..]]></skipped>'
 
 
