@@ -38,3 +38,11 @@ if(SPECSTATE_WITH_CUDA)
     "redistributed under the CUDA Toolkit End User License Agreement (Attachment A): https://docs.nvidia.com/cuda/eula/\n")
   install(FILES ${CMAKE_BINARY_DIR}/cudart.txt DESTINATION ${CMAKE_INSTALL_DOCDIR}/third_party)
 endif()
+
+# The texts that docstrings and the package's README point to, as they lie in the sources, so that links among them hold.
+set(texts ${CMAKE_INSTALL_DOCDIR})
+install(FILES README.md HACKING.md CHANGELOG.md DESTINATION ${texts})
+install(DIRECTORY docs examples DESTINATION ${texts} PATTERN "__pycache__" EXCLUDE)
+foreach(family IN ITEMS accept draft_kv hisparse kda)
+  install(FILES src/${family}/SEMANTICS.md DESTINATION ${texts}/src/${family})
+endforeach()

@@ -4,17 +4,24 @@ Needs sglang. The arrays of this example are NumPy's, so that it runs without a 
 """
 
 import logging
+import sys
 
-import numpy as np
+try:
+    import numpy as np
+except ModuleNotFoundError:
+    sys.exit("sglang_drop_in.py: needs numpy, which is not installed in this Python")
 
-import specstate.sglang
+import specstate
 
 logging.basicConfig(format="%(message)s")
 logging.getLogger("specstate.sglang").setLevel(logging.INFO)
 
 
 def main():
-    specstate.sglang.install(only="hisparse")
+    try:
+        specstate.sglang.install(only="hisparse")
+    except ImportError as error:
+        sys.exit(f"sglang_drop_in.py: {error}")
     from sglang.kernels.ops.kvcache.hisparse import copy_cache_planned_mla
 
     host, device = np.arange(64, dtype=np.uint8).reshape(4, 16), np.zeros((4, 16), np.uint8)

@@ -47,7 +47,11 @@ def cupy_arrays():
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arrays", choices=["numpy", "torch", "cupy"], default="numpy")
-    normal, ids, equal = {"numpy": numpy_arrays, "torch": torch_arrays, "cupy": cupy_arrays}[parser.parse_args().arrays]()
+    arrays = parser.parse_args().arrays
+    try:
+        normal, ids, equal = {"numpy": numpy_arrays, "torch": torch_arrays, "cupy": cupy_arrays}[arrays]()
+    except ModuleNotFoundError as error:
+        parser.exit(1, f"speculative_step.py: --arrays {arrays} needs {error.name}, which is not installed in this Python\n")
 
     step = dict(
         x_q=normal(TOKENS, HEADS, DIM), x_k=normal(TOKENS, HEADS, DIM), x_v=normal(TOKENS, HEADS, DIM), g=normal(TOKENS, HEADS, DIM),

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Builds dist/specstate-*.whl from the checkout, with what is installed (no network), and tags it for this C library and processor.
+"""Builds dist/specstate-*.whl from the checkout, with what is installed (no network), and tags it for the oldest system whose C and C++ libraries
+have every symbol that it asks for (the rule of manylinux: PEP 600).
 
 Its objects are compiled in build/wheel with the command lines of build/release, so that ccache, where it is installed, gives them back.
 """
@@ -10,9 +11,50 @@ import platform
 import re
 import subprocess
 import sys
+import tempfile
 import time
+import zipfile
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+# Symbol versions of GCC's libraries -> the least manylinux_2_x that promises them (the policies of auditwheel).
+GCC = {
+    "GLIBCXX": {(3, 4, 28): 31, (3, 4, 29): 34, (3, 4, 30): 35, (3, 4, 32): 38, (3, 4, 33): 39},
+    "CXXABI": {(1, 3, 12): 31, (1, 3, 13): 34, (1, 3, 14): 38, (1, 3, 15): 39},
+    "GCC": {(7, 0, 0): 31, (12, 0, 0): 35, (13, 0, 0): 38, (14, 0, 0): 39},
+}
+
+
+def needed_versions(path):
+    """(library family, version) of every symbol version that an ELF file asks other libraries for."""
+    text = subprocess.run(["readelf", "--version-info", "--wide", path], capture_output=True, text=True, check=True).stdout
+    asked = "".join(re.findall(r"Version needs section.*?(?:\n\n|\Z)", text, re.S))
+    return {(family, tuple(map(int, version.split(".")))) for family, version in re.findall(r"Name: (GLIBC|GLIBCXX|CXXABI|GCC)_([\d.]+)\b", asked)}
+
+
+def least_glibc(versions):
+    """The x of manylinux_2_x for a set of `needed_versions`."""
+    least = 17
+    for family, version in versions:
+        if family == "GLIBC":
+            least = max(least, version[1])
+            continue
+        promised = [x for known, x in GCC[family].items() if known >= version]
+        if not promised:
+            sys.exit(f"build_wheel: {family}_{'.'.join(map(str, version))} is newer than the table of this script: add it")
+        least = max(least, min(promised))
+    return least
+
+
+def least_glibc_of_wheel(wheel):
+    versions = set()
+    with zipfile.ZipFile(wheel) as z, tempfile.TemporaryDirectory() as folder:
+        for name in z.namelist():
+            data = z.read(name)
+            if data[:4] == b"\x7fELF":
+                path = pathlib.Path(folder) / "elf"
+                path.write_bytes(data)
+                versions |= needed_versions(path)
+    return least_glibc(versions)
 
 
 def build(command, log):
@@ -50,8 +92,7 @@ def main():
         sys.exit(f"build_wheel: failed; all of it is in {log}")
     (built,) = dist.glob("specstate-*.whl")
     # Beyond glibc, libstdc++ and libgcc everything is inside: tests/wheel checks it.
-    glibc = os.confstr("CS_GNU_LIBC_VERSION").split()[1].replace(".", "_")
-    tag = f"manylinux_{glibc}_{platform.machine()}"
+    tag = f"manylinux_2_{least_glibc_of_wheel(built)}_{platform.machine()}"
     subprocess.run([sys.executable, "-m", "wheel", "tags", "--remove", "--platform-tag", tag, built], check=True, stdout=subprocess.DEVNULL)
     (wheel,) = dist.glob("specstate-*.whl")
     print(f"{wheel.relative_to(ROOT)}  {wheel.stat().st_size / 2**20:.1f} MiB")

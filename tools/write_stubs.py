@@ -28,7 +28,7 @@ INTEGERS = set(
 NUMBERS = set("softplus_beta softplus_threshold lower_bound scale onorm_eps".split())
 OTHERS = {
     "stream": "Any", "device": "Any", "rotary_emb": "Any", "layers": "Sequence[Any]", "layout": 'Literal["linear", "dsv4"]',
-    "state": "Array", "rings": "Rings", "write_layer_kv": "Callable[[int, Any, Any], None]", "source": 'Literal["staged", "host"]',
+    "state": "Array", "rings": "Rings | Sequence[Array]", "write_layer_kv": "Callable[[int, Any, Any], None]", "source": 'Literal["staged", "host"]',
     "strict_sglang": "bool", "function_name": "str", "k_scale": "float | Array", "v_scale": "float | Array",
     "conv_pools": "Array | Sequence[Array]", "intermediate_windows": "Array | Sequence[Array]", "k_pool": "Array | Sequence[Array]",
     "v_pool": "Array | Sequence[Array]", "anchor_of": "Sequence[int | None]",
@@ -36,11 +36,14 @@ OTHERS = {
 BUFFERS = ("host_cache", "device_buffer", "host_cache_v", "device_buffer_v")
 # Where a name means something else in one function.
 SPECIAL = {
-    **{(f, "state"): "SwapState" for f in ("swap_in", "reset_swap_state")},
+    **{(f, "state"): "SwapState | Sequence[Array]" for f in ("swap_in", "reset_swap_state")},
     **{(f, n): "Array | Sequence[Array]" for f in ("replay_plan", "Coordinator.__init__") for n in BUFFERS},
+    **{("Coordinator.__init__", n): "Sequence[Array | None]" for n in BUFFERS[2:]},
+    **{(f"Coordinator.{f}", "requests"): "Sequence[int]" for f in ("begin_step", "end_step")}, ("Coordinator.end_step", "accepted"): "Sequence[int]",
     ("transfer_paged", "src"): "Array | Sequence[Array]", ("transfer_paged", "dst"): "Array | Sequence[Array]",
-    ("load_cache_to_device_buffer_spec_mla", "state"): "HiSparseSpecState", ("materialize_into_pool", "kv_weight"): "Array | KvProjection",
-    ("verify_greedy", "out"): "tuple[Array, Array]", ("verify_rejection", "out"): "tuple[Array, Array]", ("supports", "arguments"): "Any",
+    ("load_cache_to_device_buffer_spec_mla", "state"): "HiSparseSpecState | Sequence[Array]", ("materialize_into_pool", "kv_weight"): "Array | KvProjection",
+    **{where: "Array | None" for where in (("materialize_into_pool", "slot_mapping"), ("verify_rejection", "draft_probs"), ("copy_cache_planned_mla", "num_real_reqs"))},
+    ("verify_greedy", "out"): "Sequence[Array]", ("verify_rejection", "out"): "Sequence[Array]", ("supports", "arguments"): "Any",
     ("Coordinator.__init__", "requests"): "int", ("Coordinator.prepare_verify", "requests"): "Sequence[int]",
     ("Coordinator.prepare_verify", "widths"): "Sequence[int]", ("Coordinator.accept", "requests"): "Sequence[int]",
     ("Coordinator.accept", "accepted"): "Sequence[int]",
@@ -51,8 +54,15 @@ RETURNS = {
     "swap_in_single": "Any", "verify": "Any", "decode": "Any", "fold": "Any", "fused_kda_decode_mtp_dspark": "Any",
     "fused_sigmoid_gating_delta_rule_update": "Any", "cutedsl_fused_sigmoid_gating_kda_update": "Any", "Coordinator.can_admit": "bool",
     "Coordinator.host_row": "int", "Coordinator.host_pages": "list[int]", "Coordinator.prepare_verify": "Any", "Coordinator.swap": "Any", "Coordinator.plan_rounds": "tuple[int, Any]",
-    "Coordinator.state": "str", "Coordinator.length": "int", "Coordinator.stats": "dict[str, int]", "Coordinator.tables": "tuple[Any, Any]",
+    "Coordinator.state": "str", "Coordinator.length": "int", "Coordinator.stats": "dict[str, int]", "Coordinator.tables": "tuple[Any, Any]", "Coordinator.open_step": "Any",
+    "materialize_workspace_bytes": "int", "defer_fold": "Any",
 }  # fmt: skip
+# What instances and classes have beside their functions.
+ATTRIBUTES = {
+    "Coordinator": "    STATES: tuple[str, ...]\n",
+    "FusedKVMaterializeHelper": "    n_layers: int\n    num_kv_heads: int\n    head_dim: int\n    kv_size: int\n    rotary_dim: int\n"
+    "    is_neox_style: bool\n    max_position_hint: int | None\n    device: Any\n    rotary_emb: Any\n",
+}
 
 
 def kind(where, p):
@@ -65,7 +75,7 @@ def kind(where, p):
         t = "bool"
     elif name in INTEGERS or isinstance(p.default, int):
         t = "int"
-    elif name in NUMBERS:
+    elif name in NUMBERS or isinstance(p.default, float):
         t = "float"
     else:
         t = "Array"
@@ -96,8 +106,9 @@ def definition(where, f, indent=""):
 
 def class_stub(name, c):
     if hasattr(c, "_fields"):
-        return f"class {name}(NamedTuple):\n" + "".join(f"    {field}: Any\n" for field in c._fields)
-    text = f"class {name}:\n"
+        fields = "".join(f'    {field}: Any\n    """{getattr(c, field).__doc__}"""\n' for field in c._fields)
+        return f'class {name}(NamedTuple):\n    """{c.__doc__}"""\n\n{fields}'
+    text = f"class {name}:\n" + ATTRIBUTES.get(name, "")
     for member, f in vars(c).items():
         if member.startswith("_") and member != "__init__":
             continue
@@ -110,9 +121,9 @@ def class_stub(name, c):
 
 def stub(module):
     m = importlib.import_module(f"specstate.{module}")
-    text = HEAD
+    text = HEAD + f"__all__ = {sorted(m.__all__)!r}\n"
     for name, x in vars(m).items():
-        if name.startswith("_") or getattr(x, "__module__", "") != m.__name__:
+        if name not in m.__all__:
             continue
         if inspect.isclass(x):
             text += "\n" + class_stub(name, x)

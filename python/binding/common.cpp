@@ -10,7 +10,7 @@ namespace specstate::binding {
 
 namespace {
 
-[[noreturn]] void refuse(const char* name, const std::string& text) { throw Error(ErrorKind::kValue, std::string(name) + ": " + text); }
+[[noreturn]] void refuse(const char* name, const std::string& text) { throw ArgumentError(std::string(name) + ": " + text); }
 
 DType dtype_of(const char* name, DLDataType t) {
   if (t.lanes == 1) {

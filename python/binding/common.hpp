@@ -20,6 +20,12 @@ namespace ffi = tvm::ffi;
 using In = DLTensor*;  // a pointer is what crosses: arguments of some twenty tensors are moved about several times on their way
 using Opt = ffi::Optional<DLTensor*>;
 
+/// An array that cannot become a TensorView: `view` knows the argument, Python puts the function's name before the text.
+class ArgumentError : public Error {
+ public:
+  explicit ArgumentError(const std::string& text) : Error(ErrorKind::kValue, text) {}
+};
+
 /// The caller's array as a TensorView; `name` is the argument's name in error texts.
 TensorView view(const char* name, const DLTensor* t);
 inline TensorView view(const char* name, const Opt& t) { return t.has_value() ? view(name, t.value()) : TensorView{}; }
@@ -42,6 +48,8 @@ template <class F>
 auto guard(F&& f) -> decltype(f()) {
   try {
     return f();
+  } catch (const ArgumentError& e) {
+    throw ffi::Error("SpecstateArgument", e.what(), "");
   } catch (const Error& e) {
     const char* kind = "RuntimeError";
     if (e.kind() == ErrorKind::kValue) kind = "ValueError";

@@ -1,16 +1,17 @@
-"""``python -m specstate``: where a C++ build finds the library of this package. `command` is the console script ``specstate``."""
+"""The command line: ``python -m specstate`` and the console script ``specstate`` are the same. Options that name folders of this package are
+answered here, everything else is the program's."""
 
 import os
 import pathlib
 import sys
 
 _FOLDERS = {
-    "--cmake-dir": "lib/cmake/specstate",
-    "--include-dir": "include",
-    "--lib-dir": "lib",
-    "--pkg-config-dir": "lib/pkgconfig",
+    "--cmake-dir": ("lib/cmake/specstate", "of the CMake package: -Dspecstate_DIR=..."),
+    "--include-dir": ("include", "of the C++ headers"),
+    "--lib-dir": ("lib", "of the shared libraries"),
+    "--pkg-config-dir": ("lib/pkgconfig", "for PKG_CONFIG_PATH"),
+    "--doc-dir": ("share/doc/specstate", "of the documentation"),
 }
-_USAGE = f"usage: python -m specstate {' | '.join(_FOLDERS)} | --version"
 
 
 def _inside(relative):
@@ -20,24 +21,34 @@ def _inside(relative):
     return path
 
 
-def main(arguments):
-    if len(arguments) == 1 and arguments[0] in _FOLDERS:
-        print(_inside(_FOLDERS[arguments[0]]))
-    elif arguments == ["--version"]:
-        from ._library import version
+def _program():
+    """The program of the wheel, or of the build beside the checkout."""
+    here = pathlib.Path(__file__).resolve().parent
+    for path in (here / "bin" / "specstate", here.parents[1] / "build" / "release" / "specstate"):
+        if path.is_file():
+            return path
+    return _inside("bin/specstate")
 
-        print(version())
-    else:
-        print(_USAGE, file=sys.stdout if arguments in (["--help"], ["-h"]) else sys.stderr)
-        return 0 if arguments in (["--help"], ["-h"]) else 2
-    return 0
+
+def main(arguments):
+    """Prints a folder, or becomes the program."""
+    if arguments and arguments[0] in _FOLDERS:
+        if arguments[1:]:
+            sys.exit(f"specstate: {arguments[0]}: expected no more arguments, got {' '.join(arguments[1:])}")
+        print(_inside(_FOLDERS[arguments[0]][0]))
+        return
+    if arguments in (["--help"], ["-h"]):
+        print("Folders of the installed Python package (specstate OPTION, or python -m specstate OPTION):")
+        for option, (_, what) in _FOLDERS.items():
+            print(f"  {option:<18}{what}")
+        print(flush=True)
+    program = _program()
+    os.execv(program, ["specstate", *arguments])
 
 
 def command():
-    """Becomes the command line `specstate` of the wheel."""
-    program = _inside("bin/specstate")
-    os.execv(program, ["specstate", *sys.argv[1:]])
+    main(sys.argv[1:])
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    command()

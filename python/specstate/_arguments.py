@@ -1,7 +1,35 @@
-"""Numbers, flags and groups of arrays among the arguments of a call: the value, or an error that names the argument."""
+"""Numbers, flags and groups of arrays among the arguments of a call: the value, or an error that names function and argument."""
 
 import re
+import sys
 from operator import index
+
+
+def _asked():
+    """The public function or class that the user called: the outermost of our frames that is one. Walked for errors alone."""
+    found, frame = "", sys._getframe(1)
+    while frame is not None and (module := frame.f_globals.get("__name__", "")).partition(".")[0] == "specstate":
+        public, code = frame.f_globals.get("__all__", ()), frame.f_code
+        if code.co_varnames[:1] == ("self",):
+            owners = [c.__name__ for c in type(frame.f_locals.get("self")).__mro__ if c.__module__ == module and c.__name__ in public]
+            found = owners[0] if owners else found
+        elif code.co_name in public:
+            found = code.co_name
+        frame = frame.f_back
+    return found
+
+
+def refusal(kind, text):
+    """The exception `kind` with `text` ("argument: expected ..., got ...") behind the name of the function that was called."""
+    asked = _asked()
+    return kind(f"{asked}: {text}" if asked else text)
+
+
+def describe(kind, **fields):
+    """Documents the fields of a NamedTuple, in `help` and in the stubs."""
+    for name, text in fields.items():
+        getattr(kind, name).__doc__ = text
+    kind.__doc__ += "\n\n" + "\n".join(f"{name}: {text}" for name, text in fields.items())
 
 
 def kind_of(x):
@@ -15,9 +43,9 @@ def integer(name, x):
     try:
         value = int(index(x))
     except TypeError:
-        raise TypeError(f"{name}: expected an integer, got {kind_of(x)}.") from None
+        raise refusal(TypeError, f"{name}: expected an integer, got {kind_of(x)}.") from None
     if not -(2**63) <= value < 2**63:
-        raise ValueError(f"{name}: expected an integer of 64 bits, got {value}.")
+        raise refusal(ValueError, f"{name}: expected an integer of 64 bits, got {value}.")
     return value
 
 
@@ -25,14 +53,14 @@ def size(name, x):
     """An integer >= 0."""
     value = integer(name, x)
     if value < 0:
-        raise ValueError(f"{name}: expected at least 0, got {value}.")
+        raise refusal(ValueError, f"{name}: expected at least 0, got {value}.")
     return value
 
 
 def integers(name, xs):
     """A sequence of integers, as a list."""
     if isinstance(xs, (str, bytes, dict)) or not hasattr(xs, "__iter__"):
-        raise TypeError(f"{name}: expected a sequence of integers, got {kind_of(xs)}.")
+        raise refusal(TypeError, f"{name}: expected a sequence of integers, got {kind_of(xs)}.")
     return [integer(name, x) for x in xs]
 
 
@@ -45,7 +73,7 @@ def number(name, x):
             return float(x)
         except (TypeError, ValueError, OverflowError, RuntimeError):
             pass
-    raise TypeError(f"{name}: expected a number, got {kind_of(x)}.")
+    raise refusal(TypeError, f"{name}: expected a number, got {kind_of(x)}.")
 
 
 def optional_number(name, x):
@@ -58,17 +86,19 @@ def flag(name, x):
         return x
     if isinstance(x, int) or type(x).__name__ in ("bool", "bool_"):  # NumPy's are no ints
         return bool(x)
-    raise TypeError(f"{name}: expected a bool, got {kind_of(x)}.")
+    raise refusal(TypeError, f"{name}: expected a bool, got {kind_of(x)}.")
 
 
-def group(op, name, xs, kind):
+def group(name, xs, kind):
     """The arrays of a NamedTuple `kind`, from one or from as many in a tuple or list."""
     if type(xs) is kind:
         return xs
     if isinstance(xs, (tuple, list)) and len(xs) == len(kind._fields):
         return xs
-    got = f"{type(xs).__name__} of {len(xs)}" if isinstance(xs, (tuple, list)) else kind_of(xs)
-    raise ValueError(f"{op}: {name}: expected a {kind.__name__} of {len(kind._fields)} arrays, got {got}.")
+    expected = f"{name}: expected a {kind.__name__} of {len(kind._fields)} arrays, or as many in a tuple or list"
+    if isinstance(xs, (tuple, list)):
+        raise refusal(ValueError, f"{expected}, got {type(xs).__name__} of {len(xs)}.")
+    raise refusal(TypeError, f"{expected}, got {kind_of(xs)}.")
 
 
 def renamed(error, names):

@@ -6,6 +6,7 @@ that may be none; `empty_like` makes a result of the kind of an argument, alloca
 
 import sys
 
+from ._arguments import refusal
 from ._library import function
 
 # NumPy cannot export these by DLPack: they cross as integers of the same size under their own name.
@@ -33,14 +34,14 @@ def _from_numpy(name, np, x):
     dtype = x.dtype
     _whole_strides(name, x)
     if dtype.byteorder == ">":
-        raise ValueError(f"{name}: expected native byte order, got {dtype.str}.")
+        raise refusal(ValueError, f"{name}: expected native byte order, got {dtype.str}.")
     if dtype.name in _ML_DTYPES:
         import tvm_ffi
 
         raw, known = _ML_DTYPES[dtype.name]
         return function("reinterpret")(tvm_ffi.from_dlpack(_writable(np, x.view(raw))), tvm_ffi.dtype(known))
     if dtype.kind not in "biufc" or dtype.char in "gG":  # long doubles have no DLPack type
-        raise ValueError(f"{name}: expected a dtype of numbers, got {dtype}.")
+        raise refusal(ValueError, f"{name}: expected a dtype of numbers, got {dtype}.")
     _plain.add(dtype)
     return _writable(np, x)
 
@@ -48,7 +49,7 @@ def _from_numpy(name, np, x):
 def _whole_strides(name, x):
     """DLPack counts strides in elements: a field of a structured array may step by parts of one."""
     if x.itemsize and any(stride % x.itemsize for stride in x.strides):
-        raise ValueError(f"{name}: expected strides that are multiples of the itemsize {x.itemsize}, got strides of {x.strides} bytes.")
+        raise refusal(ValueError, f"{name}: expected strides that are multiples of the itemsize {x.itemsize}, got strides of {x.strides} bytes.")
 
 
 def _writable(np, x):
@@ -73,7 +74,7 @@ def array_in(name, x):
         if _kind(x) in ("torch", "cupy", "tvm_ffi"):
             _as_they_are.add(type(x))
         return x
-    raise TypeError(f"{name}: expected an array that supports DLPack, got {type(x).__name__}.")
+    raise refusal(TypeError, f"{name}: expected an array that supports DLPack, got {type(x).__name__}.")
 
 
 def array_out(name, x):
@@ -82,9 +83,9 @@ def array_out(name, x):
         return x
     np = sys.modules.get("numpy")
     if np is not None and isinstance(x, np.ndarray) and not x.flags.writeable:
-        raise ValueError(f"{name}: expected a writable array, got a read-only one.")
+        raise refusal(ValueError, f"{name}: expected a writable array, got a read-only one.")
     if _kind(x) in ("jax", "jaxlib"):
-        raise ValueError(f"{name}: expected a writable array, got an immutable JAX array.")
+        raise refusal(ValueError, f"{name}: expected a writable array, got an immutable JAX array.")
     return array_in(name, x)
 
 
@@ -99,9 +100,9 @@ def shape_of(name, x, ndim=None):
     try:
         shape = tuple(x.shape)
     except (AttributeError, TypeError):
-        raise TypeError(f"{name}: expected an array that supports DLPack, got {type(x).__name__}.") from None
+        raise refusal(TypeError, f"{name}: expected an array that supports DLPack, got {type(x).__name__}.") from None
     if ndim is not None and len(shape) != ndim:
-        raise ValueError(f"{name}: expected {ndim} dimensions, got shape {shape}.")
+        raise refusal(ValueError, f"{name}: expected {ndim} dimensions, got shape {shape}.")
     return shape
 
 

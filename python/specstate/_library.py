@@ -3,19 +3,31 @@
 import os
 import pathlib
 
+from ._arguments import refusal
+
 _module = None
+_NAME = "libspecstate_ffi.so"
+
+
+class _ArgumentError(ValueError):
+    """An array that the binding cannot take: it knows the argument; the function's name is ours to add."""
+
+    def __new__(cls, text):
+        return refusal(ValueError, text)
 
 
 def _folder():
     override = os.environ.get("SPECSTATE_LIBRARY_PATH")
     if override:
+        if not (pathlib.Path(override) / _NAME).is_file():
+            raise ImportError(f"specstate: SPECSTATE_LIBRARY_PATH: expected a folder that holds {_NAME}, got {override!r}")
         return pathlib.Path(override)
     here = pathlib.Path(__file__).resolve().parent
     for folder in (here / "lib", here.parents[1] / "build" / "release" / "lib"):
-        if (folder / "libspecstate_ffi.so").exists():
+        if (folder / _NAME).exists():
             return folder
     raise ImportError(
-        "specstate: libspecstate_ffi.so was not found beside the package or in build/release/lib; "
+        f"specstate: {_NAME} was not found beside the package or in build/release/lib; "
         "build it with `make build`, or name its folder in SPECSTATE_LIBRARY_PATH"
     )
 
@@ -27,7 +39,13 @@ def library():
         import tvm_ffi
 
         tvm_ffi.register_error("NotImplementedError", NotImplementedError)  # else it would arrive as a RuntimeError
-        _module = tvm_ffi.load_module(str(_folder() / "libspecstate_ffi.so"))
+        tvm_ffi.register_error("SpecstateArgument", _ArgumentError)
+        path = _folder() / _NAME
+        try:
+            _module = tvm_ffi.load_module(str(path))
+        except (OSError, RuntimeError, ValueError) as error:
+            named = " (from SPECSTATE_LIBRARY_PATH)" if os.environ.get("SPECSTATE_LIBRARY_PATH") else ""
+            raise ImportError(f"specstate: {path}{named} does not load: {str(error).strip().splitlines()[-1]}") from None
     return _module
 
 

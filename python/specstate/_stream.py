@@ -2,7 +2,7 @@
 
 import sys
 
-from ._arguments import kind_of
+from ._arguments import kind_of, refusal
 
 _current_of = {}  # a torch class -> index of a GPU -> its current stream
 
@@ -35,7 +35,7 @@ def stream_handle(stream, like):
     elif not isinstance(stream, int):
         handle = getattr(stream, "cuda_stream", getattr(stream, "ptr", None))
     if not isinstance(handle, int):
-        raise TypeError(f"stream: expected an int or a CUDA stream object, got {kind_of(stream)}.")
+        raise refusal(TypeError, f"stream: expected an int or a CUDA stream object, got {kind_of(stream)}.")
     if not 0 <= handle < 2**63:
-        raise ValueError(f"stream: expected a handle of 64 bits, got {handle}.")
+        raise refusal(ValueError, f"stream: expected a handle of 64 bits, got {handle}.")
     return handle

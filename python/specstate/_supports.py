@@ -1,19 +1,30 @@
 """`specstate.supports`: would a call be taken?"""
 
 from importlib import import_module
+from typing import Any
 
 from ._library import function
 
-# What can be asked about, by module. Objects with a life (Coordinator, KvProjection, FusedKVMaterializeHelper) check when made.
+# What can be asked about, by module: all that takes arguments which can be refused.
 OPERATIONS = {
     "accept": ("plan_verify_lengths", "verify_greedy", "verify_rejection"),
-    "draft_kv": ("fused_norm_rope_stacked", "materialize_into_pool", "raise_pending_error"),
+    "draft_kv": (
+        "FusedKVMaterializeHelper",
+        "KvProjection",
+        "fused_norm_rope_stacked",
+        "materialize_into_pool",
+        "materialize_workspace_bytes",
+        "raise_pending_error",
+    ),
     "hisparse": (
+        "Coordinator",
         "copy_cache_planned_mla",
         "load_blocks_to_device_buffer_mha",
         "load_cache_to_device_buffer_dsv4_mla",
         "load_cache_to_device_buffer_mla",
         "load_cache_to_device_buffer_spec_mla",
+        "new_spec_state",
+        "new_swap_state",
         "replay_plan",
         "reset_swap_state",
         "swap_in",
@@ -38,15 +49,16 @@ OPERATIONS = {
 _MODULE_OF = {name: module for module, names in OPERATIONS.items() for name in names}
 
 
-def supports(function_name, /, **arguments):
+def supports(function_name: str, /, **arguments: Any) -> tuple[bool, str]:
     """Would ``function_name(**arguments)`` be taken? Returns (True, "") or (False, the text of the error that the call would raise).
 
     function_name: "verify", "kda.verify" or "specstate.kda.verify"; any function of `specstate.accept`, `draft_kv`, `hisparse` and
-    `kda`. arguments: those of the call, by name; a result that it would allocate is allocated and dropped.
+    `kda`, and their classes `Coordinator`, `KvProjection` and `FusedKVMaterializeHelper` (the tuples of arrays take anything). arguments:
+    those of the call, by name; a result that it would allocate is allocated and dropped.
 
     Runs the call's own checks on shapes, dtypes, devices, strides, overlaps and numbers, and nothing else: no element of an array is
-    read or written, so errors of contents (ids outside, lengths that do not fit) are not foreseen. A name that is none of ours raises
-    ValueError.
+    read or written, so errors of contents (ids outside, lengths that do not fit) are not foreseen. A class is made and dropped: weights are
+    read to be packed, none of your arrays is written. A name that is none of ours raises ValueError.
     """
     path = function_name.removeprefix("specstate.").rpartition(".") if isinstance(function_name, str) else ("", "", None)
     module = _MODULE_OF.get(path[2])
@@ -57,7 +69,7 @@ def supports(function_name, /, **arguments):
     check_only(True)
     try:
         call(**arguments)
-    except (ValueError, NotImplementedError, RuntimeError, TypeError) as error:
+    except (ValueError, NotImplementedError, RuntimeError, TypeError, MemoryError) as error:
         return False, str(error)
     finally:
         check_only(False)

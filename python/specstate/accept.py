@@ -3,19 +3,29 @@
 `stream=` is a CUDA stream (an int, or an object with `cuda_stream`, `ptr` or `__cuda_stream__`), by default the framework's current
 one; CPU calls ignore it. No call reads device memory on the host: a row that the CPU would refuse for what it holds is a padding row on
 CUDA (accept_lens 0, tokens 0; a verify length of 0 where max_lens is below 1).
+
+An argument of the wrong kind raises TypeError, a wrong dtype, shape, device or value ValueError, what the CUDA form lacks
+NotImplementedError; the text begins with the function and names the argument, and nothing is written then.
 """
 
-from ._arguments import kind_of
+from ._arguments import kind_of, refusal
 from ._arrays import array_in, array_out, empty_like, shape_of
 from ._library import function
 from ._stream import stream_handle
 
+__all__ = ["plan_verify_lengths", "verify_greedy", "verify_rejection"]
 
-def _results(op, candidates, out):
+
+def __dir__():
+    return sorted(__all__)
+
+
+def _results(candidates, out):
     if out is not None:
-        if not isinstance(out, (tuple, list)) or len(out) != 2:
-            got = f"{type(out).__name__} of {len(out)}" if isinstance(out, (tuple, list)) else kind_of(out)
-            raise ValueError(f"{op}: out: expected a pair (accept_lens, out_tokens), got {got}.")
+        if not isinstance(out, (tuple, list)):
+            raise refusal(TypeError, f"out: expected a pair (accept_lens, out_tokens), got {kind_of(out)}.")
+        if len(out) != 2:
+            raise refusal(ValueError, f"out: expected a pair (accept_lens, out_tokens), got {type(out).__name__} of {len(out)}.")
         return tuple(out)
     shape = shape_of("candidates", candidates)
     return empty_like(candidates, shape[:1], "int32"), empty_like(candidates, shape)
@@ -30,9 +40,9 @@ def verify_greedy(candidates, target_argmax, *, verify_lens=None, out=None, stre
     out: optional pair (accept_lens [b] int32, out_tokens [b, W] of candidates' dtype).
 
     Returns (accept_lens, out_tokens): accept_lens counts the bonus token (1..W); out_tokens holds the accepted proposals, the
-    bonus token, then zeros. Raises ValueError naming the argument; nothing is written then.
+    bonus token, then zeros.
     """
-    accept_lens, out_tokens = _results("verify_greedy", candidates, out)
+    accept_lens, out_tokens = _results(candidates, out)
     function("accept_verify_greedy")(
         array_in("candidates", candidates),
         array_in("target_argmax", target_argmax),
@@ -57,9 +67,9 @@ def verify_rejection(candidates, draft_probs, target_probs, uniforms, *, verify_
 
     Proposal d stands iff ``u * q(d) < p(d)``; the first that falls is replaced by a draw from max(p - q, 0) (from p where that
     is zero); if all stand, one more token is drawn from the last row of p. Draws are by inverse CDF in id order, in float64.
-    Returns (accept_lens, out_tokens) as `verify_greedy`. Raises ValueError naming the argument; nothing is written then.
+    Returns (accept_lens, out_tokens) as `verify_greedy`.
     """
-    accept_lens, out_tokens = _results("verify_rejection", candidates, out)
+    accept_lens, out_tokens = _results(candidates, out)
     function("accept_verify_rejection")(
         array_in("candidates", candidates),
         array_in("draft_probs", draft_probs),
@@ -88,7 +98,7 @@ def plan_verify_lengths(
 
     Returns verify_lens [b] int32 in 1..G+1: how wide the verify window of each row should be. The budget maximises (expected
     tokens) * (steps per second); it goes to the highest survival products, ties to the earlier proposal, then the lower row.
-    Raises ValueError naming the argument; nothing is written then.
+   
     """
     if out is None:
         out = empty_like(confidences, shape_of("confidences", confidences)[:1], "int32")

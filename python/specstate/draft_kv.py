@@ -5,12 +5,29 @@ layers, N KV heads of D (K) and Dv (V) channels, P rows and R channels of the ro
 
 `stream=` is a CUDA stream (an int, or an object with `cuda_stream`, `ptr` or `__cuda_stream__`), by default the framework's current
 one; CPU calls ignore it.
+
+An argument of the wrong kind raises TypeError, a wrong dtype, shape, device or value ValueError, what the CUDA form lacks
+NotImplementedError; the text begins with the function and names the argument, and nothing is written then.
+Under sglang's names the texts are sglang's where it has one.
 """
 
-from ._arguments import flag, integer, kind_of, number
+from ._arguments import flag, integer, kind_of, number, refusal
 from ._arrays import array_in, array_out, empty_like, is_cuda, shape_of
 from ._library import function
 from ._stream import stream_handle
+
+__all__ = [
+    "FusedKVMaterializeHelper",
+    "KvProjection",
+    "fused_norm_rope_stacked",
+    "materialize_into_pool",
+    "materialize_workspace_bytes",
+    "raise_pending_error",
+]
+
+
+def __dir__():
+    return sorted(__all__)
 
 
 class KvProjection:
@@ -118,7 +135,7 @@ def materialize_into_pool(
 
     V is the float32 projection rounded once to ctx_hidden's dtype, K is rounded so before the norm and after the rotary, then both
     to the pool's dtype. A row's bits never depend on the other rows. Where two rows name one slot, the last one stands.
-    Raises ValueError naming the argument before anything is written. CUDA: slots and positions are checked on the GPU; a row that
+    CUDA: slots and positions are checked on the GPU; a row that
     cannot be written is left out, and the next call (or `raise_pending_error`) raises.
     """
     packed = None
@@ -210,6 +227,22 @@ def _dtype_name(array):
     return str(array.dtype).rpartition(".")[2]
 
 
+# What a layer must have.
+_LAYER = tuple(
+    "self_attn" + name
+    for name in ("", ".num_kv_heads", ".head_dim", ".rotary_emb", ".q_size", ".kv_size", ".qkv_proj.weight", ".k_norm.weight", ".k_norm.variance_epsilon")
+)
+
+
+def _has(x, path):
+    try:
+        for name in path.split("."):
+            x = getattr(x, name)
+    except AttributeError:
+        return False
+    return True
+
+
 class FusedKVMaterializeHelper:
     """K and V of all draft layers from one features array, handed to a callback layer by layer (sglang's class of this name).
 
@@ -228,8 +261,12 @@ class FusedKVMaterializeHelper:
     def __init__(self, layers, rotary_emb, num_kv_heads, head_dim, device, max_position_hint=None):
         self.num_kv_heads = num_kv_heads = integer("num_kv_heads", num_kv_heads)
         self.head_dim = head_dim = integer("head_dim", head_dim)
-        if not hasattr(layers, "__len__") or not all(hasattr(layer, "self_attn") for layer in layers):
-            raise TypeError(f"FusedKVMaterializeHelper: layers: expected a sequence of layers with self_attn, got {kind_of(layers)}.")
+        if not hasattr(layers, "__len__") or isinstance(layers, (str, bytes, dict)):
+            raise refusal(TypeError, f"layers: expected a sequence of layers with self_attn, got {kind_of(layers)}.")
+        for i, layer in enumerate(layers):
+            for path in _LAYER:
+                if not _has(layer, path):
+                    raise refusal(TypeError, f"layers: expected layers with {path}, got {kind_of(layer)} without it at layer {i}.")
         self.rotary_emb = rotary_emb
         self.n_layers = len(layers)
         self.device = device
@@ -385,7 +422,7 @@ class FusedKVMaterializeHelper:
                 raise ValueError(f"FusedKVMaterializeHelper: positions: expected positions >= 0, got {first}.")
             table = self._rope_table(int(positions.max()))
         if not callable(write_layer_kv):
-            raise TypeError(f"write_layer_kv: expected a function, got {kind_of(write_layer_kv)}.")
+            raise refusal(TypeError, f"write_layer_kv: expected a function, got {kind_of(write_layer_kv)}.")
         if self._changed():
             self.refresh_weights()
         shape = (total_ctx, self.num_kv_heads, self.head_dim)
@@ -425,7 +462,7 @@ def fused_norm_rope_stacked(
 
     N, D = num_kv_heads, head_dim; kv [T, L, 2*N*D] float32, bfloat16 or float16; k_norm_weight [L, D]; eps [L] float32; cos_sin_cache [P, rotary_dim];
     positions [T] int32 or int64. Returns (k, v), each [L, T, N, D] of kv's dtype, k_out and v_out where given; T = 0 returns two
-    empty arrays. Raises ValueError, with sglang's texts where sglang checks; nothing is written then.
+    empty arrays. sglang's texts where sglang checks.
     """
     num_kv_heads, head_dim = integer("num_kv_heads", num_kv_heads), integer("head_dim", head_dim)
     shape = shape_of("kv", kv)

@@ -15,13 +15,15 @@ help. `out=` is where the result goes;
 `stream=` is a CUDA stream (an int, or an object with `cuda_stream`, `ptr` or `__cuda_stream__`), by default the framework's current
 one; CPU calls ignore it.
 
-Every function raises ValueError naming the argument before anything is written. What exactly a call does is in
-`src/hisparse/SEMANTICS.md`.
+An argument of the wrong kind raises TypeError, a wrong dtype, shape, device or value ValueError, what the CUDA form lacks
+NotImplementedError; the text begins with the function and names the argument, and nothing is written then.
+Under sglang's names the texts are sglang's where it has one, and RuntimeErrors where its C++ side checks. What exactly a call does is in
+`src/hisparse/SEMANTICS.md` of the sources, which a wheel holds too: in the folder that `python -m specstate --doc-dir` names.
 """
 
 from typing import Any, NamedTuple
 
-from ._arguments import flag, group, integer, integers, kind_of, renamed, size
+from ._arguments import describe, flag, group, integer, integers, kind_of, refusal, renamed, size
 from ._arrays import all_as_they_are, array_in, array_out, empty_like, is_cuda, shape_of
 from ._library import function
 from ._stream import stream_handle
@@ -45,6 +47,10 @@ __all__ = [
     "transfer_paged",
 ]
 
+def __dir__():
+    return sorted(__all__)
+
+
 _LAYOUTS = {"linear": False, "dsv4": True}
 
 
@@ -52,7 +58,7 @@ def _paged(layout):
     try:
         return _LAYOUTS[layout]
     except (KeyError, TypeError):
-        raise ValueError(f"layout: expected 'linear' or 'dsv4', got {layout!r}.") from None
+        raise refusal(ValueError, f"layout: expected 'linear' or 'dsv4', got {layout!r}.") from None
 
 
 _OUT = {"top_k_device_locs": "out"}  # the library's name: this module's
@@ -69,19 +75,39 @@ def _hint(op, name, value, high=None):
 
 
 class SwapState(NamedTuple):
-    """Native swap state of one layer, or of an anchor and its followers. Every row that a request owns can be a hit."""
+    """Native swap state of one layer, or of an anchor and its followers (R request slots, H hot slots, P tail slots, L positions). Every row
+    that a request owns can be a hit. A tuple or list of the five arrays in this order does too."""
 
-    slot_tokens: Any  #: [R, H+P] int32: the token of each slot, -1 empty; columns H.. are the tail (drafts)
-    slot_locs: Any  #: [R, H+P] int32: the device row of each slot, -1 none; yours to fill
-    slot_stamps: Any  #: [R, H] int32: when a hot slot was last used
-    token_slots: Any  #: [R, L] int16 or int32: where a token was last seen; a hint
-    clock: Any  #: [R] int32: number of the last call
+    slot_tokens: Any
+    slot_locs: Any
+    slot_stamps: Any
+    token_slots: Any
+    clock: Any
+
+
+describe(
+    SwapState,
+    slot_tokens="[R, H+P] int32: the token of each slot, -1 empty; columns H.. are the tail (drafts)",
+    slot_locs="[R, H+P] int32: the device row of each slot, -1 none; yours to fill",
+    slot_stamps="[R, H] int32: when a hot slot was last used",
+    token_slots="[R, L] int16, or int32 beyond 32767 slots: where a token was last seen; a hint",
+    clock="[R] int32: number of the last call",
+)
+
+
+def _dtype(x):
+    """"int32" of NumPy's int32 and of torch.int32."""
+    return str(x.dtype).rpartition(".")[2]
 
 
 def new_swap_state(slot_locs, hot, context):
-    """An empty SwapState around `slot_locs` [R, H+P] int32, for `hot` = H slots and `context` = L positions."""
+    """An empty SwapState around `slot_locs` [R, H+P] int32, for `hot` = H slots (1 to H+P) and `context` = L positions."""
     requests, width = shape_of("slot_locs", slot_locs, 2)
-    hot, context = size("hot", hot), size("context", context)
+    hot, context = integer("hot", hot), size("context", context)
+    if not 1 <= hot <= width:
+        raise refusal(ValueError, f"hot: expected 1 to the {width} columns of slot_locs, got {hot}.")
+    if _dtype(slot_locs) != "int32":
+        raise refusal(ValueError, f"slot_locs: expected dtype int32, got {_dtype(slot_locs)}.")
     state = SwapState(
         empty_like(slot_locs, (requests, width), "int32"),
         slot_locs,
@@ -93,8 +119,8 @@ def new_swap_state(slot_locs, hot, context):
     return state
 
 
-def _state(op, state):
-    tokens, locs, stamps, hints, clock = group(op, "state", state, SwapState)
+def _state(state):
+    tokens, locs, stamps, hints, clock = group("state", state, SwapState)
     return (
         array_out("state.slot_tokens", tokens),
         array_in("state.slot_locs", locs),
@@ -107,7 +133,7 @@ def _state(op, state):
 def reset_swap_state(state, requests=None, *, stream=None):
     """Makes request slots empty (all of them if `requests` [n] is None); for a new occupant of a slot. The state's members and
     `requests` share no memory."""
-    state = _state("reset_swap_state", state)
+    state = _state(state)
     function("hisparse_reset_swap_state")(*state, array_in("requests", requests), stream_handle(stream, state[0]))
 
 
@@ -157,7 +183,7 @@ def swap_in(
             array_out("device_buffer", device_buffer),
             array_in("host_cache_v", host_cache_v),
             array_out("device_buffer_v", device_buffer_v),
-            *_state("swap_in", state),
+            *_state(state),
             array_in("scratch_locs", scratch_locs),
             _paged(layout),
             array_out("out", out),
@@ -257,7 +283,7 @@ def _list(name, x, array):
     """A tensor for each layer, from one or from a list."""
     items = list(x) if isinstance(x, (list, tuple)) else [x]
     if any(item is None for item in items):
-        raise ValueError(f"{name}: expected a tensor for every layer, got none.")
+        raise refusal(ValueError, f"{name}: expected a tensor for every layer, got none.")
     return [_tensor(array(name, item)) for item in items]
 
 
@@ -335,17 +361,29 @@ def transfer_paged(src, dst, src_indices, dst_indices, *, sm_budget=0, stream=No
 
 
 class HiSparseSpecState(NamedTuple):
-    """State of sglang's speculative swap (H hot slots, R request slots, C scratch rows, Z hash size)."""
+    """State of sglang's speculative swap (H hot slots, R request slots, C scratch rows, Z hash size). A tuple or list of the four arrays in
+    this order does too."""
 
-    cache_index: Any  #: [R, 2, Z] int64: two hash banks of slot << 32 | token
-    cache_policy: Any  #: [R+1, H] int32: row 0 the packed clocks, row r+1 the epochs of request r's slots
-    scratch_locs: Any  #: [R, C] int32: device rows that misses may land in when no hot slot is free
-    scratch_state: Any  #: [R+1, >=max(4R, 5*S*K)] int32: counters (row 0; [0, r] is the last call's distinct misses) and workspace
+    cache_index: Any
+    cache_policy: Any
+    scratch_locs: Any
+    scratch_state: Any
+
+
+describe(
+    HiSparseSpecState,
+    cache_index="[R, 2, Z] int64: two hash banks of slot << 32 | token",
+    cache_policy="[R+1, H] int32: row 0 the packed clocks, row r+1 the epochs of request r's slots",
+    scratch_locs="[R, C] int32: device rows that misses may land in when no hot slot is free",
+    scratch_state="[R+1, >=max(4R, 5*S*K)] int32: counters (row 0; [0, r] is the last call's distinct misses) and workspace",
+)
 
 
 def new_spec_state(scratch_locs, hot, occurrences):
     """A fresh HiSparseSpecState around `scratch_locs` [R, C] int32: nothing indexed, all counters 0. occurrences = S * K."""
     requests = shape_of("scratch_locs", scratch_locs, 2)[0]
+    if _dtype(scratch_locs) != "int32":
+        raise refusal(ValueError, f"scratch_locs: expected dtype int32, got {_dtype(scratch_locs)}.")
     hot, occurrences = size("hot", hot), size("occurrences", occurrences)
     index = empty_like(scratch_locs, (requests, 2, 1 << max(1, (2 * hot - 1).bit_length())), "int64")
     policy = empty_like(scratch_locs, (requests + 1, hot), "int32")
@@ -387,7 +425,7 @@ def load_cache_to_device_buffer_spec_mla(
     both. Errors carry sglang's texts: ValueError, and RuntimeError where sglang's C++ side checks.
     """
     limits = 0 if strict_sglang is None else 1 if flag("strict_sglang", strict_sglang) else 2
-    cache_index, cache_policy, scratch_locs, scratch_state = group("load_cache_to_device_buffer_spec_mla", "state", state, HiSparseSpecState)
+    cache_index, cache_policy, scratch_locs, scratch_state = group("state", state, HiSparseSpecState)
     arrays = (
         top_k_tokens, device_buffer_tokens, host_cache_locs, device_buffer_locs, host_cache, device_buffer, top_k_device_locs, req_pool_indices,
         seq_lens, cache_index, cache_policy, scratch_locs, scratch_state, num_real_reqs, miss_src, miss_dst, miss_count,
@@ -460,7 +498,7 @@ def load_blocks_to_device_buffer_mha(
 def _row_pitch(name, x):
     """Bytes from one row to the next."""
     if not shape_of(name, x):
-        raise ValueError(f"{name}: expected at least one dimension, got shape ().")
+        raise refusal(ValueError, f"{name}: expected at least one dimension, got shape ().")
     return x.stride(0) * x.element_size() if hasattr(x, "stride") else x.strides[0]
 
 
@@ -498,6 +536,12 @@ def transfer_cache_dsv4_mla(src_ptrs, dst_ptrs, src_indices, dst_indices, block_
 # ------------------------------------------------------------------------------------------------------- Coordinator
 
 
+def _sequence(name, xs):
+    if not isinstance(xs, (list, tuple)) and not hasattr(xs, "tolist"):
+        raise refusal(TypeError, f"{name}: expected a sequence with an integer or None for each layer, got {kind_of(xs)}.")
+    return xs
+
+
 class Coordinator:
     """The life of requests around the swap: admission, staging to the host, verify windows, acceptance, followers, freeing.
 
@@ -506,10 +550,11 @@ class Coordinator:
     top_k); window: most positions of a verify window; tail: ring of tail slots (0: 2 * window); scratch: rows a request for calls that
     want more than `hot` rows at once; context: most positions of a request; page_size: rows by which host rows are taken and hot slots
     grow; device_rows, host_rows: size of the pools (0: whole buffers); first_layer: global id of local layer 0; anchor_of: per local layer the
-    global id of the layer whose selection it uses (None: its own).
+    global id of the layer whose selection it uses (None: its own), a preceding anchor.
 
     A step: ``prepare_verify`` -> per layer ``write`` (or write the returned device rows), ``swap`` at an anchor or ``follow`` at a
-    follower -> ``accept``. Errors are raised before anything changes: ValueError for misuse, RuntimeError when a pool has no rows left.
+    follower -> ``accept``. Errors are raised before anything changes: TypeError for an argument of the wrong kind, ValueError for misuse, RuntimeError when a pool has
+    no rows left.
     Not thread-safe.
 
     Device buffers on the CPU or all on one GPU, with pinned host caches. On a GPU the tables lie in its memory (allocated here), every
@@ -554,14 +599,15 @@ class Coordinator:
         second = []
         for name, given in (("host_cache_v", host_cache_v), ("device_buffer_v", device_buffer_v)):
             if not isinstance(given, (list, tuple, type(None))):
-                raise TypeError(f"{name}: expected a list with an array or None for each layer, got {kind_of(given)}.")
+                raise refusal(TypeError, f"{name}: expected a list with an array or None for each layer, got {kind_of(given)}.")
             second.append([None if x is None else _tensor(array_out(name, x)) for x in given or []])
         sizes = dict(requests=requests, hot=hot, window=window, tail=tail, scratch=scratch, context=context, top_k=top_k, page_size=page_size,
                      device_rows=device_rows, host_rows=host_rows, sm_budget=sm_budget, first_layer=first_layer)  # fmt: skip
         sizes = {name: integer(name, x) for name, x in sizes.items()}
         self._like = device_buffer[0] if isinstance(device_buffer, (list, tuple)) and device_buffer else device_buffer
         self._shape = (sizes["requests"], sizes["hot"] + (sizes["tail"] or 2 * sizes["window"]))
-        rest = list(sizes.values()), _paged(layout), [] if anchor_of is None else integers("anchor_of", anchor_of)
+        anchors = [sizes["first_layer"] + i if a is None else a for i, a in enumerate(_sequence("anchor_of", [] if anchor_of is None else anchor_of))]
+        rest = list(sizes.values()), _paged(layout), integers("anchor_of", anchors)
         tables = None
         if is_cuda(self._like):
             tables = _tensor(empty_like(self._like, (int(function("hisparse_coordinator_table_bytes")(*rest, len(hosts))),), "uint8"))
@@ -714,10 +760,12 @@ class Coordinator:
 
     @property
     def free_device_rows(self):
+        """Device rows that belong to no request."""
         return int(self._call("totals")[1])
 
     @property
     def free_host_rows(self):
+        """Host rows that belong to no request."""
         return int(self._call("totals")[2])
 
     def stats(self):

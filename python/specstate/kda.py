@@ -11,23 +11,56 @@ equals W decodes, and a request's result does not depend on the others in the ca
 Gated DeltaNet (arXiv:2412.06464), for the rings the ReplaySSM scheme of sglang. `out=` is where the output goes;
 `stream=` is a CUDA stream (an int, or an object with `cuda_stream`, `ptr` or `__cuda_stream__`), by default the framework's current
 one; CPU calls ignore it.
+
+An argument of the wrong kind raises TypeError, a wrong dtype, shape, device or value ValueError, what the CUDA form lacks
+NotImplementedError; the text begins with the function and names the argument, and nothing is written then.
+Under sglang's names the texts are sglang's where it has one.
 """
 
 from typing import Any, NamedTuple
 
-from ._arguments import flag, group, integer, number, optional_number, renamed
+from ._arguments import describe, flag, group, integer, number, optional_number, refusal, renamed
 from ._arrays import all_as_they_are, array_in, array_out, empty_like, shape_of
 from ._library import function
 from ._stream import stream_handle
 
+__all__ = [
+    "Rings",
+    "commit_gdn_replayssm_fold_all_layers",
+    "commit_kda_replayssm_spec",
+    "commit_kda_replayssm_spec_all_layers",
+    "cutedsl_fused_sigmoid_gating_kda_update",
+    "decode",
+    "defer_fold",
+    "fold",
+    "fused_kda_decode_mtp_dspark",
+    "fused_sigmoid_gating_delta_rule_update",
+    "rollback_conv_windows",
+    "verify",
+]
+
+
+def __dir__():
+    return sorted(__all__)
+
 
 class Rings(NamedTuple):
-    """The records of verified tokens; entry i of a slot is token i of its latest verify."""
+    """The records of verified tokens; entry i of a slot is token i of its latest verify. Sizes as in the module's text; a leading layer
+    dimension for a fold of all layers at once. A tuple or list of four arrays in this order does too."""
 
-    rawv: Any  # [slots, HV, L, V] act: v after convolution and SiLU
-    rawk: Any  # [slots, H, L, K] act: k after convolution and SiLU, before the norm
-    g: Any  # [slots, HV, L, K] float32, or [slots, HV, L] for GDN: log decay
-    beta: Any  # [slots, HV, L] float32: sigmoid(beta)
+    rawv: Any
+    rawk: Any
+    g: Any
+    beta: Any
+
+
+describe(
+    Rings,
+    rawv="[slots, HV, L, V] act (bfloat16 or float32): v after convolution and SiLU",
+    rawk="[slots, H, L, K] act: k after convolution and SiLU, before the norm",
+    g="[slots, HV, L, K] float32, or [slots, HV, L] for GDN: log decay",
+    beta="[slots, HV, L] float32: sigmoid(beta)",
+)
 
 
 _NUMBER_OR_NONE = {float, type(None)}
@@ -71,7 +104,8 @@ def verify(x_q, x_k, x_v, g, beta, A_log, dt_bias, state, slots, cu_seqlens=None
 
     x_q, x_k [T, H, K], x_v [T, HV, V] act: raw projections; without w_* they are convolved and activated already. Every [T, ...]
         tensor may carry a leading dimension of 1 if x_q does.
-    g [T, HV, K] or [T, HV*K] raw gate (KDA), or [T, HV] (GDN); beta [T, HV] logits; A_log [HV]; dt_bias [HV*K] or [HV].
+    g [T, HV, K] or [T, HV*K] raw gate (KDA), or [T, HV] (GDN); beta [T, HV] logits; A_log [HV]; dt_bias [HV*K] or
+        [HV, K] (KDA), or [HV] (GDN).
     state [pool, HV, V, K] float32 or bfloat16, dense inside a slot; slots [N], <= null_slot is padding (its output is 0).
     cu_seqlens [N+1]: request r owns tokens cu_seqlens[r] to cu_seqlens[r+1] - 1; None: T / N tokens each.
     w_q, w_k, w_v [C, 4] float32 taps, newest last; cs_q, cs_k, cs_v [pool, C, 3] act: the inputs before the first token.
@@ -87,10 +121,10 @@ def verify(x_q, x_k, x_v, g, beta, A_log, dt_bias, state, slots, cu_seqlens=None
     pending [>= pool] int32: a deferred fold (`defer_fold`). The tokens that it counts for a slot are folded from the rings into the state
         before the slot's new tokens are verified, bit for bit as by `fold` before this call; the counts of the call's slots become 0.
 
-    Returns out [T, HV, V] act. Raises ValueError naming the argument; nothing is written then.
+    Returns out [T, HV, V] act.
     """
     out = _result(out, x_v)
-    ring = (None,) * 4 if rings is None else group("verify", "rings", rings, Rings)
+    ring = (None,) * 4 if rings is None else group("rings", rings, Rings)
     update_state, pending = flag("update_state", update_state), array_out("pending", pending)
     writes_state = update_state or pending is not None
     records = (*ring, snapshots, conv_q, conv_k, conv_v, rows, parents)
@@ -138,7 +172,9 @@ def fold(state, rings, slots, accept=None, *, track=None, track_step=None, pendi
     l2norm: k is normalised, as it was in the verify.
     An accepted entry that no verify recorded is refused. Returns state.
     """
-    rings = group("fold", "rings", rings, Rings)
+    rings = group("rings", rings, Rings)
+    if accept is None and pending is None:
+        raise refusal(ValueError, "accept: expected accepted counts [N], or pending= with those that defer_fold left there, got neither.")
     _fold(0, state, rings, slots, accept, track, track_step, l2norm, null_slot, 0, 0, stream,
           ("state", "rings.rawv", "rings.rawk", "rings.g", "rings.beta", "slots", "accept", "track", "track_step", "l2norm",
            "null_slot"), array_out("pending", pending))  # fmt: skip
@@ -214,7 +250,7 @@ def fused_kda_decode_mtp_dspark(*, x_q, x_k, x_v, w_q, w_k, w_v, cs_q, cs_k, cs_
     recurrent_state [pool, H, V=128, K=128] float32, read only; ssm_state_indices [N], < 0 is padding; cu_seqlens [N+1].
     intermediate_ssm [rows, >= T/N, H, 128, 128]: snapshots, not written if the four replayssm_* rings are given (layouts as in `Rings`).
     intermediate_conv_* [rows, >= T/N, H*128, 3]; intermediate_state_indices [>= N]: each request's row of the intermediates.
-    lower_bound, scale, A_log [H], dt_bias [H*128], onorm_weight [128] and onorm_eps as in `verify`.
+    lower_bound, scale, A_log [H], dt_bias [H*128] or [H, 128], onorm_weight [128] and onorm_eps as in `verify`.
     exact: bitwise parity of the two modes' outputs on CUDA too (the CPU always has it). pending: a deferred fold, as in `verify`;
     recurrent_state is written then.
 

@@ -15,7 +15,8 @@ const std::vector<EnvVariable>& env_table() {
       {"SPECSTATE_LOG_DEST", "file that log lines are appended to", "stderr"},
       {"SPECSTATE_LOG_LEVEL", "error, warning, info or debug", "warning"},
       {"SPECSTATE_NUM_THREADS", "threads of the CPU backend", "all cores of the process"},
-      {"SPECSTATE_SGLANG", "which families the sglang plugin replaces: 1 or a list", "none"},
+      {"SPECSTATE_SGLANG", "what the sglang plugin replaces: 1 (everything), 0 (nothing), or families and functions with commas between",
+       "none"},
   };
   return table;
 }

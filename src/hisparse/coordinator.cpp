@@ -340,7 +340,9 @@ void Coordinator::Impl::set_up(const CoordinatorConfig& given, std::int64_t loca
   layers = local_layers;
   device.type = gpu ? DeviceType::kCuda : DeviceType::kCpu;
   CoordinatorConfig& c = config;
-  if (c.requests < 1 || layers < 1 || c.page_size < 1) throw_value("Invalid HiSparse speculative page size or request/layer count.");
+  require(layers >= 1, "host_cache", layers, "at least one layer");
+  require(c.requests >= 1, "requests", c.requests, ">= 1");
+  require(c.page_size >= 1, "page_size", c.page_size, ">= 1");
   require(c.hot >= 1, "hot", c.hot, ">= 1");
   require(c.top_k <= c.hot, "hot", c.hot, "at least top_k={} slots", c.top_k);
   require(c.window >= 1, "window", c.window, ">= 1");
@@ -356,8 +358,7 @@ void Coordinator::Impl::set_up(const CoordinatorConfig& given, std::int64_t loca
                                 {"page_size", c.page_size}})
     require(n < (std::int64_t{1} << 31), name, n, "below 2^31");
   if (c.tail == 0) c.tail = 2 * c.window;
-  if (c.tail < c.window)
-    throw_value(fmt::format("HiSparse spec needs {} verify slots, but the extra page has only {} usable slots.", c.window, c.tail));
+  require(c.tail >= c.window, "tail", c.tail, "at least window={} slots", c.window);
   columns = c.hot + c.tail;
   per_request = columns + c.scratch;
   if (!c.anchor_of.empty())
@@ -373,7 +374,8 @@ void Coordinator::Impl::set_up(const CoordinatorConfig& given, std::int64_t loca
       groups.emplace_back();
       groups.back().anchor = l;
     } else {
-      if (anchor < 0 || anchor > l || group(anchor).anchor != anchor) throw_value("A shared-index layer must have a preceding anchor.");
+      if (anchor < 0 || anchor > l || group(anchor).anchor != anchor)
+        refuse("anchor_of", fmt::format("a preceding anchor layer for layer {}", c.first_layer + l), std::to_string(c.anchor_of[at(l)]));
       life.layers[at(l)].group = life.layers[at(anchor)].group;
     }
     group(l).layers.push_back(l);
@@ -576,16 +578,14 @@ void Coordinator::prepare_verify(std::span<const std::int64_t> ids, std::span<co
   Impl& m = *impl_;
   const CoordinatorConfig& c = m.config;
   const auto batch = static_cast<std::int64_t>(ids.size());
-  if (widths.size() != ids.size())
-    throw_value(fmt::format("HiSparse verify slot mismatch: expected {}, got {}.", ids.size(), widths.size()));
+  require(widths.size() == ids.size(), "widths", static_cast<std::int64_t>(widths.size()), "one for each of {} requests", ids.size());
   m.distinct(ids);
   std::int64_t pages = 0, widest = 0;
   for (std::int64_t b = 0; b < batch; ++b) {
     const Request& q = m.in_state(ids[at(b)], {RequestState::kActive});
     const std::int64_t w = widths[at(b)];
     require(w >= 1, "widths", w, ">= 1");
-    if (w > c.window)
-      throw_value(fmt::format("HiSparse spec needs {} verify slots, but the extra page has only {} usable slots.", w, c.window));
+    require(w <= c.window, "widths", w, "at most window={}", c.window);
     require(w <= c.context - q.length, "widths", w, "at most {} positions that the context has left", c.context - q.length);
     pages += m.missing_pages(q, q.length + w);
     widest = std::max(widest, w);
@@ -698,14 +698,13 @@ void Coordinator::close_step(const StepBatch& batch, const TensorView& accepted,
 
 void Coordinator::end_step(std::span<const std::int64_t> ids, std::span<const std::int64_t> accepted) {
   Impl& m = *impl_;
-  if (accepted.size() != ids.size())
-    throw_value(fmt::format("HiSparse verify slot mismatch: expected {}, got {}.", ids.size(), accepted.size()));
+  require(accepted.size() == ids.size(), "accepted", static_cast<std::int64_t>(accepted.size()), "one for each of {} requests", ids.size());
   m.distinct(ids);
   for (std::size_t b = 0; b < ids.size(); ++b) {
     const Request& q = m.in_state(ids[b], {RequestState::kVerifying});
     if (q.ahead == 0) refuse("request", fmt::format("request {} to be in a step", ids[b]), "a window of prepare_verify");
-    if (accepted[b] < 0 || accepted[b] > m.config.window || q.length + accepted[b] > m.config.context)
-      throw_value("HiSparse accept_indices point outside verify_cache_locs.");
+    const std::int64_t most = std::min(m.config.window, m.config.context - q.length);
+    require(accepted[b] >= 0 && accepted[b] <= most, "accepted", accepted[b], "0 to {} positions", most);
   }
   for (std::size_t b = 0; b < ids.size(); ++b) {
     Request& q = m.requests[at(ids[b])];
@@ -721,7 +720,9 @@ namespace {
 /// A selection of one step, [B, K], as three dimensions.
 SwapInParams three_dimensional(const SwapInParams& params) {
   SwapInParams p = params;
-  if (p.top_k_tokens.ndim != 2 && p.top_k_tokens.ndim != 3) throw_value("HiSparse top-k must be two- or three-dimensional.");
+  if (p.top_k_tokens.ndim != 2 && p.top_k_tokens.ndim != 3)
+    refuse("top_k_tokens", "shape [B, S, K] or [B, K]",
+           p.top_k_tokens.given() ? fmt::format("{} dimensions", p.top_k_tokens.ndim) : "none");
   if (p.top_k_tokens.ndim == 3) return p;
   auto add_step = [](TensorView& t, int ndim) {
     if (t.ndim != ndim) return;  // swap_in says what is wrong
@@ -925,14 +926,13 @@ std::int64_t Coordinator::plan_rounds(std::int64_t layer, const SwapInParams& pa
 
 void Coordinator::accept(std::span<const std::int64_t> ids, std::span<const std::int64_t> accepted, Stream stream) {
   Impl& m = *impl_;
-  if (accepted.size() != ids.size())
-    throw_value(fmt::format("HiSparse verify slot mismatch: expected {}, got {}.", ids.size(), accepted.size()));
+  require(accepted.size() == ids.size(), "accepted", static_cast<std::int64_t>(accepted.size()), "one for each of {} requests", ids.size());
   m.distinct(ids);
   std::vector<std::int64_t> widths;
   for (std::size_t b = 0; b < ids.size(); ++b) {
     const Request& q = m.in_state(ids[b], {RequestState::kVerifying});
     m.outcome_known(ids[b]);
-    if (accepted[b] < 0 || accepted[b] > q.width) throw_value("HiSparse accept_indices point outside verify_cache_locs.");
+    require(accepted[b] >= 0 && accepted[b] <= q.width, "accepted", accepted[b], "0 to the window's {} positions", q.width);
     widths.push_back(q.width);
   }
   m.window(m.bring(ids, m.ids, stream), static_cast<std::int64_t>(ids.size()), nullptr, m.bring(widths, m.widths, stream),

@@ -347,7 +347,9 @@ struct Machine : Fixture {
       if (q.length < config.context) EXPECT_NE("no error", error_of([&] { c->verify_loc(r, 0); }));
     }
     if (verifying) {
-      EXPECT_EQ("HiSparse accept_indices point outside verify_cache_locs.", error_of([&] { c->accept(one, too_many); }));
+      EXPECT_EQ("Coordinator: accepted: expected 0 to the window's " + std::to_string(q.width) + " positions, got " +
+                    std::to_string(too_many[0]) + ".",
+                error_of([&] { c->accept(one, too_many); }));
       EXPECT_NE("no error", error_of([&] { c->write(kFirstLayer, r, q.width, nullptr); }));
     }
     for (i64 layer : {kFirstLayer - 1, kFirstLayer + kLayers, i64{0}}) EXPECT_NE("no error", error_of([&] { c->follow(layer); }));
@@ -533,8 +535,8 @@ TEST(HisparseCoordinator, ErrorTexts) {
   EXPECT_EQ("Coordinator: tokens: expected 0..30, got 31.", error_of([&] { c.admit(0, 31); }));
   c.admit(0, 10);
   EXPECT_EQ("Coordinator: request: expected request 0 to be free, got active.", error_of([&] { c.admit(0, 1); }));
-  EXPECT_EQ("HiSparse spec needs 5 verify slots, but the extra page has only 4 usable slots.", error_of([&] { c.prepare_verify(r0, w5); }));
-  EXPECT_EQ("HiSparse verify slot mismatch: expected 2, got 1.", error_of([&] { c.prepare_verify(two, w1); }));
+  EXPECT_EQ("Coordinator: widths: expected at most window=4, got 5.", error_of([&] { c.prepare_verify(r0, w5); }));
+  EXPECT_EQ("Coordinator: widths: expected one for each of 2 requests, got 1.", error_of([&] { c.prepare_verify(two, w1); }));
   EXPECT_EQ("Coordinator: layer: expected 20..24, got 5.", error_of([&] { c.follow(5); }));
   EXPECT_EQ("Coordinator: layer: expected a follower layer, got 22, an anchor.", error_of([&] { c.follow(22); }));
   EXPECT_EQ("Coordinator: round: expected a swap of anchor 20 that layer 21 has yet to follow, got none for round 0.",
@@ -543,7 +545,7 @@ TEST(HisparseCoordinator, ErrorTexts) {
               SwapInParams p;
               c.swap(23, p);
             }));
-  EXPECT_EQ("HiSparse top-k must be two- or three-dimensional.", error_of([&] {
+  EXPECT_EQ("Coordinator: top_k_tokens: expected shape [B, S, K] or [B, K], got none.", error_of([&] {
               SwapInParams p;
               c.swap(22, p);
             }));
@@ -568,12 +570,15 @@ TEST(HisparseCoordinator, ErrorTexts) {
     change(config);
     return error_of([&] { Coordinator(config, f.buffers); });
   };
-  EXPECT_EQ("Invalid HiSparse speculative page size or request/layer count.", broken([](auto& x) { x.page_size = 0; }));
-  EXPECT_EQ("Invalid HiSparse speculative page size or request/layer count.", broken([](auto& x) { x.requests = 0; }));
-  EXPECT_EQ("A shared-index layer must have a preceding anchor.", broken([](auto& x) { x.anchor_of[0] = 19; }));
-  EXPECT_EQ("A shared-index layer must have a preceding anchor.", broken([](auto& x) { x.anchor_of[2] = 21; }));
-  EXPECT_EQ("A shared-index layer must have a preceding anchor.", broken([](auto& x) { x.anchor_of[1] = 23; }));
-  EXPECT_EQ("HiSparse spec needs 4 verify slots, but the extra page has only 3 usable slots.", broken([](auto& x) { x.tail = 3; }));
+  EXPECT_EQ("Coordinator: page_size: expected >= 1, got 0.", broken([](auto& x) { x.page_size = 0; }));
+  EXPECT_EQ("Coordinator: requests: expected >= 1, got 0.", broken([](auto& x) { x.requests = 0; }));
+  EXPECT_EQ("Coordinator: anchor_of: expected a preceding anchor layer for layer 20, got 19.",
+            broken([](auto& x) { x.anchor_of[0] = 19; }));
+  EXPECT_EQ("Coordinator: anchor_of: expected a preceding anchor layer for layer 22, got 21.",
+            broken([](auto& x) { x.anchor_of[2] = 21; }));
+  EXPECT_EQ("Coordinator: anchor_of: expected a preceding anchor layer for layer 21, got 23.",
+            broken([](auto& x) { x.anchor_of[1] = 23; }));
+  EXPECT_EQ("Coordinator: tail: expected at least window=4 slots, got 3.", broken([](auto& x) { x.tail = 3; }));
   EXPECT_EQ("Coordinator: hot: expected at least top_k=9 slots, got 8.", broken([](auto& x) { x.top_k = 9; }));
   EXPECT_EQ("Coordinator: anchor_of: expected 5 entries, got 4.", broken([](auto& x) { x.anchor_of.pop_back(); }));
   EXPECT_EQ("Coordinator: device_rows: expected 0..40, got 41.", broken([](auto& x) { x.device_rows = 41; }));

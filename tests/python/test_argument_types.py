@@ -24,6 +24,7 @@ def refuses(call, name, shown=None):
     with pytest.raises((TypeError, ValueError)) as raised:
         call()
     text = str(raised.value)
+    assert re.match(r"[A-Za-z]\w+: ", text) or "HiSparse" in text or "peculative" in text, text  # the function, or a text of sglang's
     assert re.search(rf"\b{shown or name}\b", text) and "expected" in text and "got" in text, f"{name}: {text}"
 
 
@@ -32,7 +33,8 @@ def parameters(f):
 
 
 def test_every_operation_has_a_call():
-    assert set(ALL_CALLS) == {n for names in OPERATIONS.values() for n in names}
+    made = {"Coordinator", "FusedKVMaterializeHelper", "KvProjection", "materialize_workspace_bytes", "new_spec_state", "new_swap_state"}  # below
+    assert set(ALL_CALLS) | made == {n for names in OPERATIONS.values() for n in names}
 
 
 @pytest.mark.parametrize("name", ALL_CALLS)
@@ -152,11 +154,44 @@ def test_arrays_that_dlpack_cannot_say():
     field = np.zeros((2, 3), [("a", "i4"), ("b", "i1")])["a"]
     for odd in (field, np.zeros((2, 3), np.longdouble), np.zeros((2, 3), np.clongdouble)):
         call = dict(candidates=odd, target_argmax=np.zeros((2, 3), np.int32))
-        with pytest.raises(ValueError, match="^candidates: expected .*, got ") as raised:
+        with pytest.raises(ValueError, match="^verify_greedy: candidates: expected .*, got ") as raised:
             specstate.accept.verify_greedy(**call, out=(np.zeros(2, np.int32), np.zeros((2, 3), np.int32)))
         assert specstate.supports("verify_greedy", **call, out=(np.zeros(2, np.int32), np.zeros((2, 3), np.int32))) == (False, str(raised.value))
     whole = np.zeros((2, 3), [("a", "i4"), ("b", "i4")])["a"]
     specstate.accept.verify_greedy(whole, whole.copy())
     for stream in (2**70, -1):
-        with pytest.raises(ValueError, match=f"^stream: expected a handle of 64 bits, got {stream}"):
+        with pytest.raises(ValueError, match=f"^verify_greedy: stream: expected a handle of 64 bits, got {stream}"):
             specstate.accept.verify_greedy(whole, whole.copy(), stream=stream)
+
+
+def test_the_text_begins_with_the_function_that_was_called():
+    ids = np.zeros((2, 3), np.int32)
+    nine = np.zeros((1,) * 9, np.int32)  # refused by the binding, which knows no function
+    c = hisparse.Coordinator(**COORDINATOR)
+    for call, text in (
+        (lambda: specstate.accept.verify_greedy([1], ids), "verify_greedy: candidates: expected an array that supports DLPack, got list."),
+        (lambda: specstate.accept.verify_greedy(ids, nine), "verify_greedy: target_argmax: expected at most 8 dimensions, got 9."),
+        (lambda: hisparse.swap_in(*[ids] * 6, state=5), "swap_in: state: expected a SwapState of 5 arrays, or as many in a tuple or list, got int 5."),
+        (lambda: hisparse.new_swap_state(ids, 9, 16), "new_swap_state: hot: expected 1 to the 3 columns of slot_locs, got 9."),
+        (lambda: hisparse.new_swap_state(ids.astype(np.int64), 2, 16), "new_swap_state: slot_locs: expected dtype int32, got int64."),
+        (lambda: c.admit("x", 3), "Coordinator: request: expected an integer, got str 'x'."),
+        (lambda: c.accept([0], [1, 2]), "Coordinator: accepted: expected one for each of 1 requests, got 2."),
+        (lambda: hisparse.Coordinator(**COORDINATOR, anchor_of=["x"]), "Coordinator: anchor_of: expected an integer, got str 'x'."),
+        (lambda: kda.fold(ids, (ids,) * 4, ids), "fold: accept: expected accepted counts [N], or pending= with those that defer_fold left there, got neither."),
+        (lambda: draft_kv.FusedKVMaterializeHelper([object()], None, 1, 8, "cpu"), "FusedKVMaterializeHelper: layers: expected layers with self_attn, got object without it at layer 0."),
+    ):  # fmt: skip
+        with pytest.raises((TypeError, ValueError)) as raised:
+            call()
+        assert str(raised.value) == text
+
+
+def test_anchor_of_may_be_none_a_layer():
+    two = {**COORDINATOR, "host_cache": COORDINATOR["host_cache"] * 2, "device_buffer": [np.zeros((64, 8), np.uint8) for _ in range(2)]}
+    two["host_cache"] = [np.zeros((64, 8), np.uint8) for _ in range(2)]
+    c = hisparse.Coordinator(**two, first_layer=4, anchor_of=[None, 4])
+    c.admit(0, 4)
+    c.append(0, 4, source="host")
+    c.swap(4, np.zeros((1, 1), np.int32), np.array([4], np.int32), np.zeros(1, np.int32))
+    c.follow(5)  # layer 5 follows layer 4
+    with pytest.raises(ValueError, match="layer: expected a follower"):
+        c.follow(4)

@@ -15,7 +15,7 @@ BLOCK = re.compile(r"^```(\w+) run\n(.*?)^```\n(?:\n*```text\n(.*?)^```\n)?", re
 
 def blocks(root):
     found = []
-    for path in [*sorted(root.glob("*.md")), *sorted((root / "docs").rglob("*.md"))]:
+    for path in [*sorted(root.glob("*.md")), *sorted((root / "python").glob("*.md")), *sorted((root / "docs").rglob("*.md"))]:
         for match in BLOCK.finditer(path.read_text()):
             found.append((path.relative_to(root).as_posix(), *match.groups()))
     return found

@@ -261,7 +261,7 @@ def test_takes_read_only_inputs_and_refuses_read_only_pools():
     k.flags.writeable = False
     with pytest.raises(ValueError, match="k_pool: expected a writable array"):
         run(p, [k, v])
-    with pytest.raises(TypeError, match="v_pool: expected an array that supports DLPack, got str"):
+    with pytest.raises(TypeError, match="materialize_into_pool: v_pool: expected an array that supports DLPack, got str"):
         run(p, [v, "pool"])
 
 

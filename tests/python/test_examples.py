@@ -46,3 +46,11 @@ def test_sglang(tmp_path):
     printed, log = run(sys.executable, ROOT / "examples" / "sglang_drop_in.py", path=[tmp_path])
     assert printed == ["rows that arrived: [48, 0, 16, 0]"]
     assert "copy_cache_planned_mla: specstate's is in use: it covers the call on the CPU" in log
+
+
+@pytest.mark.parametrize("name, missing", [("speculative_step", "numpy"), ("sglang_drop_in", "numpy"), ("sglang_drop_in", "sglang")])
+def test_what_is_missing_is_one_line(name, missing, tmp_path):
+    """No traceback where a library is not installed."""
+    code = f"import runpy, sys; sys.modules[{missing!r}] = None; sys.argv = ['x']; runpy.run_path({str(ROOT / 'examples' / name)!r} + '.py', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ, PYTHONPATH=str(ROOT / "python")))
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1 and missing in done.stderr, done.stderr

@@ -99,8 +99,8 @@ SPEC_CASES = {
     "output is a table": (lambda a: dict(top_k_device_locs=a["device_buffer_locs"].reshape(-1)[:16].reshape(2, 2, 4)), SPEC_OP + "top_k_device_locs: expected memory of its own, got memory that overlaps device_buffer_locs.", ValueError),
     "output is state": (lambda a: dict(top_k_device_locs=a["state"].scratch_state[1:].reshape(-1)[:16].reshape(2, 2, 4)), SPEC_OP + "state.scratch_state: expected memory of its own, got memory that overlaps top_k_device_locs.", ValueError),
     "device is host": (lambda a: dict(device_buffer=a["host_cache"]), SPEC_OP + "device_buffer: expected memory of its own, got memory that overlaps host_cache.", ValueError),
-    "no state": (lambda a: dict(state=None), SPEC_OP + "state: expected a HiSparseSpecState of 4 arrays, got NoneType.", ValueError),
-    "short state": (lambda a: dict(state=tuple(a["state"])[:3]), SPEC_OP + "state: expected a HiSparseSpecState of 4 arrays, got tuple of 3.", ValueError),
+    "no state": (lambda a: dict(state=None), SPEC_OP + "state: expected a HiSparseSpecState of 4 arrays, or as many in a tuple or list, got NoneType.", TypeError),
+    "short state": (lambda a: dict(state=tuple(a["state"])[:3]), SPEC_OP + "state: expected a HiSparseSpecState of 4 arrays, or as many in a tuple or list, got tuple of 3.", ValueError),
     "output overlap": (lambda a: dict(top_k_device_locs=a["top_k_tokens"]), SPEC_OP + "top_k_device_locs: expected memory of its own, got memory that overlaps top_k_tokens.", ValueError),
     "index dtype": (lambda a: dict(state=state_with(a, cache_index=lambda x: x.astype(np.int32))), SPEC_OP + "state.cache_index: expected dtype int64, got int32.", ValueError),
     "policy dtype": (lambda a: dict(state=state_with(a, cache_policy=lambda x: x.astype(np.int64))), SPEC_OP + "state.cache_policy: expected dtype int32, got int64.", ValueError),
@@ -211,7 +211,7 @@ def test_read_only_outputs_are_refused():
     for name in ("top_k_device_locs", "device_buffer", "device_buffer_tokens", "miss_src"):
         a = spec_arguments()
         a[name].flags.writeable = False
-        refused(SPEC, a, f"{name}: expected a writable array, got a read-only one.")
+        refused(SPEC, a, SPEC_OP + f"{name}: expected a writable array, got a read-only one.")
     a = spec_arguments()
     for name in ("top_k_tokens", "host_cache", "host_cache_locs", "req_pool_indices", "seq_lens", "num_real_reqs"):
         a[name].flags.writeable = False
@@ -268,7 +268,7 @@ SINGLE_CASES = {
     "item size -1": (lambda a: dict(item_size_bytes=-1), SINGLE_OP + "item_size_bytes: expected >= 1, got -1.", ValueError),
     "top-k -1": (lambda a: dict(num_top_k=-1), SINGLE_OP + "num_top_k: expected >= 0, got -1.", ValueError),
     "hot -1": (lambda a: dict(hot_buffer_size=-1), "hot_buffer_size (-1) must be >= num_top_k (4)", ValueError),
-    "block size kind": (lambda a: dict(block_size=2.5), "block_size: expected an integer, got float 2.5.", TypeError),
+    "block size kind": (lambda a: dict(block_size=2.5), SINGLE_OP + "block_size: expected an integer, got float 2.5.", TypeError),
     "item size 0": (lambda a: dict(item_size_bytes=0), SINGLE_OP + "item_size_bytes: expected >= 1, got 0.", ValueError),
     "block size": (lambda a: dict(block_size=1025), SINGLE_OP + "block_size: expected 1 to 1024, got 1025.", ValueError),
     "block size 0": (lambda a: dict(block_size=0), SINGLE_OP + "block_size: expected 1 to 1024, got 0.", ValueError),

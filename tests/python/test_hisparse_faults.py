@@ -57,10 +57,10 @@ def test_val_20_length_is_not_bounded_by_device_rows():
 
 def test_val_22_unsupported_combinations_fail_at_construction():
     for change, text in [
-        (dict(window=4, tail=3), "HiSparse spec needs 4 verify slots, but the extra page has only 3 usable slots."),
-        (dict(page_size=0), "Invalid HiSparse speculative page size or request/layer count."),
+        (dict(window=4, tail=3), "Coordinator: tail: expected at least window=4 slots, got 3."),
+        (dict(page_size=0), "Coordinator: page_size: expected >= 1, got 0."),
         (dict(top_k=9), "Coordinator: hot: expected at least top_k=9 slots, got 8."),
-        (dict(anchor_of=[1]), "A shared-index layer must have a preceding anchor."),
+        (dict(anchor_of=[1]), "Coordinator: anchor_of: expected a preceding anchor layer for layer 0, got 1."),
     ]:
         with pytest.raises(ValueError) as e:
             coordinator(**change)

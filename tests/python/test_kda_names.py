@@ -251,7 +251,7 @@ def test_outputs_may_not_share_memory_with_inputs_or_each_other():
         with pytest.raises(ValueError) as e:
             kda.fused_kda_decode_mtp_dspark(**dict(f, **change))
         assert str(e.value) == OP + name
-    with pytest.raises(ValueError, match="^replayssm_g: expected a writable array, got a read-only one.$"):
+    with pytest.raises(ValueError, match="^fused_kda_decode_mtp_dspark: replayssm_g: expected a writable array, got a read-only one.$"):
         kda.fused_kda_decode_mtp_dspark(**dict(f, replayssm_g=np.broadcast_to(ring.g[:1], ring.g.shape)))
     with pytest.raises(ValueError, match="intermediate_conv_q: expected elements that do not share memory"):
         kda.fused_kda_decode_mtp_dspark(**dict(f, intermediate_conv_q=np.lib.stride_tricks.as_strided(conv["conv_q"], conv["conv_q"].shape, (0, 3072, 12, 4))))
@@ -408,7 +408,7 @@ def test_verify_and_decode_errors():
     assert all(same(pools[k], before[k]) for k in pools)
     frozen = a["state"].copy()
     frozen.flags.writeable = False
-    with pytest.raises(ValueError, match="^state: expected a writable array, got a read-only one.$"):
+    with pytest.raises(ValueError, match="^decode: state: expected a writable array, got a read-only one.$"):
         kda.decode(**dict(one, state=frozen))
 
 
@@ -506,7 +506,7 @@ def test_cutedsl_update_without_heads_or_arrays():
             initial_state_indices=np.zeros(2, np.int32),
         )
     for name in ("A_log", "dt_bias", "q", "k", "v", "a", "initial_state_source"):
-        with pytest.raises(TypeError, match=f"^{name}: expected an array"):
+        with pytest.raises(TypeError, match=f"^cutedsl_fused_sigmoid_gating_kda_update: {name}: expected an array"):
             kda.cutedsl_fused_sigmoid_gating_kda_update(**{**bare(1, F32), name: None})
 
 

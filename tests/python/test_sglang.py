@@ -210,6 +210,21 @@ def test_a_tree_that_lacks_a_function(tree, caplog):
         drop_in.install(only=["fused_kda_decode_mtp_dspark"])
 
 
+def test_a_failed_call_leaves_the_first_in_place(tree):
+    tree(leave_out=("fused_kda_decode_mtp_dspark",))
+    (pathlib.Path(sys.path[0]) / "sglang/srt/user.py").unlink()
+    first = drop_in.install(only="hisparse")
+    before = [function(name) for name in first]
+    with pytest.raises(ImportError, match="has none of the functions"):
+        drop_in.install(only="fused_kda_decode_mtp_dspark")
+    assert sorted(drop_in.installed()) == sorted(first) and [function(name) for name in first] == before
+    with pytest.raises(ValueError, match=r"install: only: expected families or functions among .* \(None: all\), got none of them\."):
+        drop_in.install(only=[])
+    assert sorted(drop_in.install(only="hisparse")) == sorted(first)  # the same again wraps sglang's own, not ours
+    drop_in.uninstall()
+    assert not any(hasattr(function(name), "__specstate__") for name in first)
+
+
 def test_a_module_that_does_not_import(tree, caplog):
     tree()
     path = pathlib.Path(importlib.util.find_spec("sglang").origin).parent / "kernels/ops/attention/kda_decode_mtp.py"

@@ -4,8 +4,10 @@ import ast
 import importlib
 import inspect
 import json
+import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
@@ -127,6 +129,28 @@ def public(module):
     return {n: f for n, f in vars(m).items() if not n.startswith("_") and getattr(f, "__module__", "") == m.__name__ and callable(f)}
 
 
+def test_only_what_is_public_shows():
+    for module in ("accept", "draft_kv", "hisparse", "kda", "sglang"):
+        m = importlib.import_module(f"specstate.{module}")
+        assert dir(m) == sorted(m.__all__) and all(hasattr(m, name) for name in m.__all__)
+        if module != "sglang":
+            assert set(m.__all__) == set(public(module))
+
+
+def test_fields_tell_shape_and_dtype():
+    from specstate import hisparse, kda
+
+    for kind in (kda.Rings, hisparse.SwapState, hisparse.HiSparseSpecState):
+        for field in kind._fields:
+            text = getattr(kind, field).__doc__
+            assert re.match(r"\[[^]]+\] (act|int\d+|float32)", text) and text in kind.__doc__
+
+
+def test_submodules_load_lazily():
+    code = "import specstate, sys; assert 'specstate.sglang' not in sys.modules; specstate.sglang.installed(); specstate.supports"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT / "python")
+
+
 def documented():
     for module in ("accept", "draft_kv", "hisparse", "kda"):
         for name, f in public(module).items():
@@ -181,3 +205,51 @@ def test_type_stubs(tmp_path):
                 assert all(x.annotation for x in (*a.args, *a.kwonlyargs))
             else:
                 assert isinstance(nodes[name], ast.ClassDef)
+
+
+USER = """
+from typing import Any
+
+import specstate
+import specstate.sglang
+from specstate import accept, draft_kv, hisparse, kda
+
+
+def main(a: Any, array: hisparse.Array, rings: kda.Rings) -> None:
+    lens, tokens = accept.verify_greedy(a, a)
+    verdict: tuple[bool, str] = specstate.supports("verify_greedy", candidates=a, target_argmax=a)
+    version: str = specstate.__version__
+    kda.fold(a, rings, a, accept=a)
+    kda.fold(array, (array, array, array, array), array, accept=array)
+    c = hisparse.Coordinator([a], [a], requests=1, hot=2, window=2, context=8, anchor_of=[None, 0], host_cache_v=[None])
+    c.accept([0], [1])
+    c.begin_step([0])
+    c.end_step([0], [1])
+    done: dict[str, list[str]] = specstate.sglang.install(only=["kda"], strict=True)
+    specstate.sglang.uninstall()
+    hisparse.swap_in(array, a, a, a, a, a, hisparse.new_swap_state(array, 4, 8), out=a)
+    draft_kv.materialize_into_pool(a, draft_kv.KvProjection(a), a, a, a, a, None, a, a, hidden_norm_eps=1e-5)
+    print(lens, tokens, verdict, version, done, c.STATES, specstate.sglang.installed())
+"""
+
+
+def test_a_users_program_is_typed(tmp_path):
+    """mypy --strict has nothing to say of it."""
+    mypy = shutil.which("mypy")
+    if mypy is None:
+        pytest.skip("needs-mypy: mypy is not installed")
+    shutil.copytree(ROOT / "python" / "specstate", tmp_path / "packages" / "specstate", ignore=shutil.ignore_patterns("__pycache__"))
+    subprocess.run([sys.executable, ROOT / "tools" / "write_stubs.py", tmp_path / "packages" / "specstate"], check=True)
+    (tmp_path / "user.py").write_text(USER)
+    done = subprocess.run([mypy, "--strict", "--follow-imports=silent", f"--cache-dir={tmp_path / 'cache'}", tmp_path / "user.py"], capture_output=True, text=True,
+                          env=dict(os.environ, MYPYPATH=str(tmp_path / "packages")))  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_what_has_no_stub_is_annotated():
+    from specstate import sglang
+
+    for f in (specstate.supports, sglang.install, sglang.uninstall, sglang.installed, sglang.plugin):
+        signature = inspect.signature(f)
+        assert signature.return_annotation is not signature.empty, f
+        assert all(p.annotation is not p.empty for p in signature.parameters.values()), f

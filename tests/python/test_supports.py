@@ -1,7 +1,5 @@
 """`specstate.supports`: the answer and the text of the call itself, without running it."""
 
-import inspect
-
 import numpy as np
 import pytest
 
@@ -95,18 +93,37 @@ def test_missing_and_unknown_arguments():
 
 
 def test_unknown_function():
-    for name in ("verifi", "kda.swap_in", "Coordinator", ""):
+    for name in ("verifi", "kda.swap_in", "kda.Coordinator", "Rings", ""):
         with pytest.raises(ValueError, match="supports: function_name: expected one of .*verify_greedy.*, got"):
             specstate.supports(name)
 
 
-def test_every_operation_is_known():
-    """A new function of a family is listed, or is one of the helpers named here."""
-    helpers = {"materialize_workspace_bytes", "new_swap_state", "new_spec_state"}
+def test_everything_public_is_known():
+    """Whatever a family's `__all__` has can be asked about, but for the tuples of arrays, which take anything."""
     for module, names in OPERATIONS.items():
         m = getattr(specstate, module)
-        functions = {n for n, f in vars(m).items() if inspect.isfunction(f) and f.__module__ == m.__name__ and not n.startswith("_")}
-        assert functions - helpers == set(names)
+        assert set(names) == {n for n in m.__all__ if not hasattr(getattr(m, n), "_fields")}
+
+
+def test_helpers_and_classes():
+    """Taken or refused with the text of the call; nothing of the caller's is written."""
+    host, device = np.full((64, 8), 7, np.uint8), np.full((64, 8), 9, np.uint8)
+    locs, weight = np.arange(12, dtype=np.int32).reshape(2, 6), np.ones((1, 4, 8), np.float32)
+    for name, good, bad in (
+        ("Coordinator", dict(host_cache=[host], device_buffer=[device], requests=2, hot=8, window=2, context=20), dict(hot=0)),
+        ("new_swap_state", dict(slot_locs=locs, hot=4, context=9), dict(hot=9)),
+        ("new_spec_state", dict(scratch_locs=locs, hot=4, occurrences=8), dict(hot=-1)),
+        ("KvProjection", dict(kv_weight=weight), dict(kv_weight=weight[0])),
+        ("materialize_workspace_bytes", dict(ctx_hidden=weight[0]), dict(ctx_hidden=weight)),
+        ("FusedKVMaterializeHelper", None, dict(layers=[object()], rotary_emb=None, num_kv_heads=1, head_dim=8, device="cpu")),
+    ):
+        if good is not None:
+            assert specstate.supports(name, **good) == (True, "")
+        bad = {**(good or {}), **bad}
+        with pytest.raises((ValueError, TypeError)) as raised:
+            operation(name)(**bad)
+        assert specstate.supports(name, **bad) == (False, str(raised.value))
+    assert (host == 7).all() and (device == 9).all()
 
 
 def test_other_threads_run():

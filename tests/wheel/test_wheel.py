@@ -48,6 +48,7 @@ def test_contents(wheel):
         "lib/libspecstate.so", "lib/libspecstate.so.0", "lib/libspecstate_ffi.so", "lib/libtbb.so.12", "lib/libhwy.so.1", "bin/specstate",
         "include/specstate/kda.hpp", "include/specstate/supports.hpp", "include/specstate/version.hpp",
         "lib/cmake/specstate/specstate-config.cmake", "lib/pkgconfig/specstate.pc", "share/doc/specstate/LICENSE",
+        "share/doc/specstate/README.md", "share/doc/specstate/docs/environment.md", "share/doc/specstate/src/hisparse/SEMANTICS.md",
     }  # fmt: skip
     assert wanted <= have, wanted - have
     assert any(n.endswith(".safetensors") for n in have)
@@ -68,6 +69,17 @@ def test_needs_nothing_else(clean):
             assert needed in inside or system.fullmatch(needed), (binary.name, needed)
         for paths in re.findall(r"\((?:RUNPATH|RPATH)\).*\[(.*)\]", dynamic):
             assert all(p.startswith("$ORIGIN") for p in paths.split(":")), (binary.name, paths)
+
+
+def test_tag_and_long_description(wheel):
+    """The tag asks for no more than the symbols do; nothing in the description points into the repository."""
+    sys.path.insert(0, str(ROOT / "tools"))
+    import build_wheel
+
+    assert f"-manylinux_2_{build_wheel.least_glibc_of_wheel(wheel)}_" in wheel.name
+    with zipfile.ZipFile(wheel) as z:
+        text = z.read(next(n for n in z.namelist() if n.endswith(".dist-info/METADATA"))).decode()
+    assert "manylinux_2_" in text and not re.findall(r"\]\((?!https?://)", text)
 
 
 USE = """
@@ -102,6 +114,8 @@ def test_one_operation_of_each_family(clean, tmp_path):
 
 def test_command_line(clean, tmp_path):
     assert run(clean / "python", "-m", "specstate", "--version", cwd=tmp_path).strip() == VERSION
+    for option in ("--cmake-dir", "--doc-dir"):
+        assert run(clean / "specstate", option, cwd=tmp_path) == run(clean / "python", "-m", "specstate", option, cwd=tmp_path)
     text = run(clean / "specstate", "generate", "--prompt", "It was the", "--max-new-tokens", "8", "--mode", "dflash", cwd=tmp_path)
     assert text.strip()
     assert "specstate" in run(clean / "specstate", "doctor", cwd=tmp_path)

@@ -20,11 +20,18 @@ import logging
 import os
 import sys
 import types
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 from .._arguments import flag
 
 __all__ = ["install", "installed", "plugin", "uninstall"]
+
+def __dir__():
+    return sorted(__all__)
+
 
 _log = logging.getLogger(__name__)
 
@@ -222,9 +229,9 @@ def _chosen(only):
         return _TARGETS
     names = [n.strip() for n in only.split(",")] if isinstance(only, str) else list(only) if hasattr(only, "__iter__") else [only]
     known = {*_FAMILIES, *(t.name for t in _TARGETS)}
-    for name in names or [None]:
-        if name not in known:
-            raise ValueError(f"install: only: expected families or functions among {', '.join(sorted(known))}, got {name!r}.")
+    wrong = [repr(name) for name in names if not isinstance(name, str) or name not in known] or ([] if names else ["none of them"])
+    if wrong:
+        raise ValueError(f"install: only: expected families or functions among {', '.join(sorted(known))} (None: all), got {wrong[0]}.")
     return tuple(t for t in _TARGETS if t.family in names or t.name in names)
 
 
@@ -247,43 +254,49 @@ def _find(target):
     return None, why
 
 
-def install(only=None, strict=False):
+def install(only: "str | Iterable[str] | None" = None, strict: bool = False) -> "dict[str, list[str]]":
     """Replaces sglang's functions by ours, also in modules that imported them before. Returns {function: modules changed}.
 
     only: a family ("hisparse", "kda", "draft_kv"), a function, a list of them, or names with commas between; None: everything.
     strict: keep the limits of sglang's compiled kernels, with their texts; otherwise what ours can do more is allowed.
 
     Functions that this tree of sglang lacks are left out, with a log line; ImportError if sglang is not installed or has none of
-    them; ValueError for an unknown name. A second call replaces the first.
+    them; ValueError for an unknown name. A second call replaces the first; one that fails leaves the first in place.
     """
     targets, strict = _chosen(only), flag("strict", strict)
     if importlib.util.find_spec("sglang") is None:
         raise ImportError("specstate.sglang: sglang is not installed in this Python; there is nothing to replace")
-    uninstall()
-    done = {}
+    own = {id(replacement): original for original, replacement in _swaps}  # what an earlier call put there
+    plan = []
     for target in targets:
         where, original = _find(target)
         if where is None:
             _log.info("%s: not replaced: %s", target.name, original)
             continue
+        original = own.get(id(original), original)
         ours = getattr(importlib.import_module(f"specstate.{target.family}"), target.name)
         if isinstance(ours, type):
             replacement = _replacement_class(target, ours, original)
         else:
             options = {"strict_sglang": strict} if target.name == "load_cache_to_device_buffer_spec_mla" else {}
             replacement = _replacement(target, ours, original, options)
-        done[target.name] = _swap(original, replacement)
-        _swaps.append((original, replacement))
-        _log.info("%s: replaced in %s", target.name, ", ".join(done[target.name]))
-    if not done:
+        plan.append((target.name, original, replacement))
+    if not plan:
         looked = sorted({m for t in targets for m in t.modules})
         raise ImportError(f"specstate.sglang: this sglang has none of the functions; looked in {', '.join(looked)}")
+    _cuda_built()  # the library loads, or nothing changes
+    uninstall()
+    done = {}
+    for name, original, replacement in plan:
+        done[name] = _swap(original, replacement)
+        _swaps.append((original, replacement))
+        _log.info("%s: replaced in %s", name, ", ".join(done[name]))
     if "fused_kda_decode_mtp_dspark" in done:
         _open_dispatch()
     return done
 
 
-def uninstall():
+def uninstall() -> None:
     """Puts sglang's own functions back, everywhere. Does nothing if nothing is installed."""
     while _predicates:
         owner, attribute, original = _predicates.pop()
@@ -293,7 +306,7 @@ def uninstall():
         _swap(replacement, original)
 
 
-def installed():
+def installed() -> "list[str]":
     """Names of the functions that are replaced now."""
     return [replacement.__specstate__ for _, replacement in _swaps]
 
@@ -347,9 +360,17 @@ def _open_dispatch():
     _predicates.append((owner, attribute, original))
 
 
-def plugin():
-    """Entry point of sglang's plugin group: installs what SPECSTATE_SGLANG names ("1": everything), nothing if it is not set."""
+def plugin() -> None:
+    """Entry point of sglang's plugin group: installs what SPECSTATE_SGLANG names: "1" everything, "0" or nothing: nothing, else families
+    and functions with commas between."""
     wanted = os.environ.get("SPECSTATE_SGLANG", "").strip()
     if wanted in ("", "0"):
         return
+    try:
+        _chosen(None if wanted == "1" else wanted)
+    except ValueError as error:
+        known = str(error).partition("among ")[2].partition(" (None")[0]
+        raise ValueError(
+            f"specstate: SPECSTATE_SGLANG: expected 1 (everything), 0 (nothing), or names with commas between among {known}, got {wanted!r}."
+        ) from None
     install(None if wanted == "1" else wanted)
