@@ -1,8 +1,5 @@
 #include "common.hpp"
 
-#include <memory>
-#include <vector>
-
 #include "specstate/supports.hpp"
 #include "specstate/version.hpp"
 
@@ -72,15 +69,6 @@ ffi::Tensor reinterpret(ffi::Tensor source, DLDataType dtype) {
   return ffi::Tensor::FromDLPackVersioned(&holder->managed);
 }
 
-/// Between check_only(true) and check_only(false) this thread's calls only check their arguments.
-void check_only(bool on) {
-  thread_local std::vector<std::unique_ptr<CheckOnly>> scopes;
-  if (on)
-    scopes.push_back(std::make_unique<CheckOnly>());
-  else if (!scopes.empty())
-    scopes.pop_back();
-}
-
 ffi::String version() { return SPECSTATE_VERSION; }
 
 }  // namespace
@@ -102,8 +90,20 @@ TensorView view(const char* name, const DLTensor* t) {
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(reinterpret, reinterpret);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(check_only, check_only);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_built, [] { return cuda_built(); });
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(version, version);
 
 }  // namespace specstate::binding
+
+/// check(f, arguments...): the checks of the export f on these arguments, and nothing else. CheckOnly lives inside this one call, whose
+/// arguments are converted before it: no Python runs meanwhile that could see it, and nothing can leave it on.
+extern "C" TVM_FFI_DLL_EXPORT int __tvm_ffi_check(void*, const TVMFFIAny* args, int32_t num_args, TVMFFIAny* result) {
+  TVM_FFI_SAFE_CALL_BEGIN();
+  namespace ffi = tvm::ffi;
+  if (num_args < 1) throw ffi::Error("TypeError", "check: expected a function and its arguments, got none.", "");
+  const auto* views = reinterpret_cast<const ffi::AnyView*>(args);
+  const auto f = views[0].cast<ffi::Function>();
+  const specstate::CheckOnly scope;
+  f.CallPacked(views + 1, num_args - 1, reinterpret_cast<ffi::Any*>(result));
+  TVM_FFI_SAFE_CALL_END();
+}

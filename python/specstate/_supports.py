@@ -1,6 +1,8 @@
 """`specstate.supports`: would a call be taken?"""
 
+from functools import partial
 from importlib import import_module
+from types import FunctionType
 from typing import Any
 
 from ._library import function
@@ -49,6 +51,27 @@ OPERATIONS = {
 _MODULE_OF = {name: module for module, names in OPERATIONS.items() for name in names}
 
 
+def _check(name):
+    """In place of the export `name`: its checks alone. The request is part of this one native call; no state says "only check"."""
+    return partial(function("check"), function(name))
+
+
+_checking = {}  # module -> its functions, with the same code, that call checks instead of exports
+
+
+def _checks_of(module):
+    checks = _checking.get(module)
+    if checks is None:
+        own = vars(import_module("." + module, __package__))
+        checks = {**own, "function": _check}
+        for name, f in own.items():
+            if isinstance(f, FunctionType) and f.__globals__ is own:
+                checks[name] = FunctionType(f.__code__, checks, f.__name__, f.__defaults__, f.__closure__)
+                checks[name].__kwdefaults__ = f.__kwdefaults__
+        _checking[module] = checks
+    return checks
+
+
 def supports(function_name: str, /, **arguments: Any) -> tuple[bool, str]:
     """Would ``function_name(**arguments)`` be taken? Returns (True, "") or (False, the text of the error that the call would raise).
 
@@ -64,13 +87,8 @@ def supports(function_name: str, /, **arguments: Any) -> tuple[bool, str]:
     module = _MODULE_OF.get(path[2])
     if module is None or path[0] not in ("", module):
         raise ValueError(f"supports: function_name: expected one of {', '.join(sorted(_MODULE_OF))}, got {function_name!r}.")
-    call = getattr(import_module("." + module, __package__), path[2])
-    check_only = function("check_only")
-    check_only(True)
     try:
-        call(**arguments)
+        _checks_of(module)[path[2]](**arguments)
     except (ValueError, NotImplementedError, RuntimeError, TypeError, MemoryError) as error:
         return False, str(error)
-    finally:
-        check_only(False)
     return True, ""
