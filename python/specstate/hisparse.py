@@ -600,6 +600,8 @@ class Coordinator:
         for name, given in (("host_cache_v", host_cache_v), ("device_buffer_v", device_buffer_v)):
             if not isinstance(given, (list, tuple, type(None))):
                 raise refusal(TypeError, f"{name}: expected a list with an array or None for each layer, got {kind_of(given)}.")
+            if given is not None and len(given) != len(hosts):
+                raise ValueError(f"Coordinator: {name}: expected {len(hosts)} layers, got {len(given)}.")
             second.append([None if x is None else _tensor(array_out(name, x)) for x in given or []])
         sizes = dict(requests=requests, hot=hot, window=window, tail=tail, scratch=scratch, context=context, top_k=top_k, page_size=page_size,
                      device_rows=device_rows, host_rows=host_rows, sm_budget=sm_budget, first_layer=first_layer)  # fmt: skip

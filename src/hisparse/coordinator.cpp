@@ -773,24 +773,32 @@ void Coordinator::swap(std::int64_t layer, const SwapInParams& params, std::int6
     require(batch <= c.requests, "top_k_tokens", batch, "at most requests={} rows where layers follow", c.requests);
     require(occurrences <= m.most_selected, "top_k_tokens", occurrences, "at most window * top_k = {} positions a row", m.most_selected);
   }
-  if (round == 0) {  // a follower that did not follow the last rounds must not miss what they brought: it may be a hit from now on
+  // Nothing changes until the call is known to be taken.
+  const auto owed = [&] {
+    if (round > 0) return;  // a follower that did not follow the last rounds must not miss what they brought: it may be a hit from now on
     for (const std::int64_t follower : g.layers) {
       if (follower != l) m.catch_up(g, follower, g.rounds, stream);
       m.followed[at(follower)] = m.copied[at(follower)] = 0;
     }
     g.rounds = 0;
-  }
+  };
+  const auto run = [&](const SwapInArgs& args) { m.on_backend([&] { cpu::run(args, stream); }, [&] { cuda::run(args, stream); }); };
   if (m.on_gpu()) {
     if (planned) {
-      g.plans.resize(1);
       const auto part = [&](TensorView t) {  // the corner that this swap fills
         t.sizes[0] = batch;
         if (t.ndim == 2) t.sizes[1] = occurrences;
         return t;
       };
-      g.plans[0].view = p.plan = {part(g.block.miss_src), part(g.block.miss_dst), part(g.block.miss_count)};
+      p.plan = {part(g.block.miss_src), part(g.block.miss_dst), part(g.block.miss_count)};
     }
-    swap_in(p, stream);
+    const SwapInArgs args = hisparse::check(p);
+    owed();
+    if (planned) {
+      g.plans.resize(1);
+      g.plans[0].view = p.plan;
+    }
+    run(args);
     m.stats.swaps += batch;
     g.rounds = 1;
     return;
@@ -811,12 +819,17 @@ void Coordinator::swap(std::int64_t layer, const SwapInParams& params, std::int6
   p.unique_hits = TensorView(hits.data(), DType::kInt32, {batch});
   // Rows of a request that holds none would all be -1; that is a mistake of the caller.
   const Integers lens = integers(p.seq_lens);
+  std::vector<std::int64_t> ids;
   for (std::int64_t b = 0; b < real; ++b) {
-    const Request& q = m.in_state(core::load_index(p.req_pool_indices, b), {RequestState::kActive, RequestState::kVerifying});
+    ids.push_back(core::load_index(p.req_pool_indices, b));
+    const Request& q = m.in_state(ids.back(), {RequestState::kActive, RequestState::kVerifying});
     const std::int64_t end = q.length + q.width + q.ahead * c.window;
     for (std::int64_t s = 0; s < S; ++s) require(lens(b, s) <= end, "seq_lens", lens(b, s), "at most {}, the end of the window", end);
   }
-  swap_in(p);
+  m.distinct(ids);
+  const SwapInArgs args = hisparse::check(p);
+  owed();
+  run(args);
   for (const auto& [out, from] : {std::pair{&given_misses, &misses}, std::pair{&given_hits, &hits}})
     if (out->given())
       for (std::int64_t b = 0; b < batch; ++b) out->as<std::int32_t>()[b * out->strides[0]] = (*from)[at(b)];

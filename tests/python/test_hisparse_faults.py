@@ -421,3 +421,100 @@ def test_aln_04_block_sizes_and_odd_shapes():
             for other in results[1:]:
                 for a, b in zip(results[0], other):
                     np.testing.assert_array_equal(a, b)
+
+
+# ------------------------------------------------------------------------------------------- a refused call changes nothing
+
+
+def owing_coordinator():
+    """Request 0 with a follower that owes a swap's copies, 1 in a window, 2 retracted, 3 free."""
+    c, hosts, devices = coordinator(layers=2, anchor_of=[0, 0], page_size=4, context=40, device_rows=64, scratch=0)
+    for r in (0, 1, 2):
+        prefill(c, r, 20, layers=2, seed=r)
+    c.prepare_verify([1], [2])
+    c.retract(2)
+    c.swap(0, np.array([[1, 9, 13]], np.int32), np.array([16]), np.array([0]))
+    return c, hosts, devices
+
+
+def everything(c, hosts, devices):
+    tables = [x.tobytes() for x in c.tables(0)]
+    lives = [(c.state(r), c.length(r), c.host_pages(r)) for r in range(4)]
+    return tables, lives, c.free_device_rows, c.free_host_rows, c.stats(), [x.tobytes() for x in (*hosts, *devices)]
+
+
+def picked(n, seq, requests, **more):
+    return dict(layer=0, top_k_tokens=np.tile(np.array([[1, 9, 13]], np.int32), (n, 1)), seq_lens=np.array(seq), requests=np.array(requests), **more)
+
+
+def read_only(shape):
+    x = np.zeros(shape, np.int32)
+    x.flags.writeable = False
+    return x
+
+
+REFUSED_CALLS = {
+    "swap beyond the window": ("swap", lambda h, d: picked(1, [21], [0])),
+    "swap of no request": ("swap", lambda h, d: picked(1, [16], [7])),
+    "swap of a free request": ("swap", lambda h, d: picked(1, [16], [3])),
+    "swap of a retracted request": ("swap", lambda h, d: picked(1, [16], [2])),
+    "swap twice": ("swap", lambda h, d: picked(2, [16, 16], [0, 0])),
+    "swap of the second row": ("swap", lambda h, d: picked(2, [16, 99], [0, 1])),
+    "swap of the next round": ("swap", lambda h, d: picked(1, [21], [0], round=1)),
+    "swap of a later round": ("swap", lambda h, d: picked(1, [16], [0], round=2)),
+    "swap at a follower": ("swap", lambda h, d: picked(1, [16], [0]) | dict(layer=1)),
+    "swap of another dtype": ("swap", lambda h, d: picked(1, [16.0], [0])),
+    "swap into another shape": ("swap", lambda h, d: picked(1, [16], [0], out=np.zeros((1, 2), np.int32))),
+    "swap into a host cache": ("swap", lambda h, d: picked(1, [16], [0], out=h[0].reshape(-1)[:12].view(np.int32)[None])),
+    "swap into what cannot be written": ("swap", lambda h, d: picked(1, [16], [0], out=read_only((1, 3)))),
+    "counts too short": ("swap", lambda h, d: picked(2, [16, 16], [0, 1], unique_misses=np.zeros(1, np.int32))),
+    "follow out of order": ("follow", lambda h, d: dict(layer=1, round=1)),
+    "follow an anchor": ("follow", lambda h, d: dict(layer=0)),
+    "follow_all of no round": ("follow_all", lambda h, d: dict(anchor=0, round=1)),
+    "admit one that lives": ("admit", lambda h, d: dict(request=0, tokens=4)),
+    "admit too much": ("admit", lambda h, d: dict(request=3, tokens=41)),
+    "reserve too much": ("reserve", lambda h, d: dict(request=0, count=21)),
+    "stage what was staged": ("stage", lambda h, d: dict(layer=0, request=0, position=3, rows=np.zeros((1, 8), np.uint8))),
+    "stage beyond the pages": ("stage", lambda h, d: dict(layer=0, request=0, position=20, rows=np.zeros((1, 8), np.uint8))),
+    "append what is not staged": ("append", lambda h, d: dict(request=0, count=1)),
+    "prepare twice": ("prepare_verify", lambda h, d: dict(requests=[0, 0], widths=[1, 1])),
+    "prepare an open one": ("prepare_verify", lambda h, d: dict(requests=[0, 1], widths=[1, 1])),
+    "prepare into a short array": ("prepare_verify", lambda h, d: dict(requests=[0], widths=[2], out=np.zeros((1, 1), np.int32))),
+    "prepare too wide": ("prepare_verify", lambda h, d: dict(requests=[0], widths=[5])),
+    "write beyond the window": ("write", lambda h, d: dict(layer=0, request=1, j=2, row=np.zeros(8, np.uint8))),
+    "write a row of another size": ("write", lambda h, d: dict(layer=0, request=1, j=0, row=np.zeros(7, np.uint8))),
+    "accept more than the window": ("accept", lambda h, d: dict(requests=[1], accepted=[3])),
+    "accept without a window": ("accept", lambda h, d: dict(requests=[1, 0], accepted=[1, 1])),
+    "begin a step in a window": ("begin_step", lambda h, d: dict(requests=[0, 1])),
+    "end a step that was not begun": ("end_step", lambda h, d: dict(requests=[1], accepted=[1])),
+    "open a step of a request twice": ("open_step", lambda h, d: dict(requests=np.array([0, 0]), widths=np.array([1, 1]))),
+    "close a step with too many": ("close_step", lambda h, d: dict(requests=np.array([0, 1]), widths=np.array([1, 1]), accepted=np.array([1, 2]))),
+    "finish a free one": ("finish", lambda h, d: dict(request=3)),
+    "retract a free one": ("retract", lambda h, d: dict(request=3)),
+    "resume a live one": ("resume", lambda h, d: dict(request=0)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_CALLS)
+def test_a_refused_call_changes_nothing(name):
+    c, hosts, devices = owing_coordinator()
+    method, arguments = REFUSED_CALLS[name]
+    arguments, before = arguments(hosts, devices), everything(c, hosts, devices)
+    with pytest.raises((ValueError, RuntimeError, TypeError)):
+        getattr(c, method)(**arguments)
+    assert everything(c, hosts, devices) == before
+    c.follow(1)  # the copies are owed as before
+    twin, twin_hosts, twin_devices = owing_coordinator()
+    twin.follow(1)
+    assert everything(c, hosts, devices) == everything(twin, twin_hosts, twin_devices)
+
+
+def test_second_pairs_of_another_number_of_layers():
+    hosts, devices = ([np.zeros((64, 8), np.uint8) for _ in range(2)] for _ in range(2))
+    sizes = dict(requests=2, hot=8, window=2, context=20, page_size=4)
+    for name, other in (("host_cache_v", "device_buffer_v"), ("device_buffer_v", "host_cache_v")):
+        for n in (0, 1, 3):
+            second = {name: [None] * n, other: [None, None]}
+            with pytest.raises(ValueError, match=rf"Coordinator: {name}: expected 2 layers, got {n}\."):
+                hisparse.Coordinator(hosts, devices, **sizes, **second)
+    hisparse.Coordinator(hosts, devices, **sizes, host_cache_v=[None, None])
