@@ -123,9 +123,11 @@ int run(int argc, char** argv) {
       ->check(number(1, 1024, "an integer from 1 to 1024"))
       ->capture_default_str();
   generate_app->add_option("--start-steps", g.start_steps, "for tests: the step before which each prompt enters the batch, e.g. 0,2,5")
-      ->delimiter(',');
+      ->delimiter(',')
+      ->check(number(0, 1 << 20, "integers from 0 to 1048576"));
   generate_app->add_option("--drop-steps", g.drop_steps, "for tests: the step before which each prompt is dropped, -1: never")
-      ->delimiter(',');
+      ->delimiter(',')
+      ->check(number(-1, 1 << 20, "integers from -1 to 1048576"));
   generate_app->add_option("--trace", generate.trace, "on a GPU: write where the time of one step goes as Chrome trace JSON")
       ->check(not_empty());
   generate_app->add_option("--json", generate.json, "write the report as JSON to a file, or - for stdout (instead of the text)")

@@ -283,10 +283,8 @@ class FusedKVMaterializeHelper:
         if not layers:
             raise ValueError("FusedKVMaterializeHelper: layers: expected at least one layer, got none.")
         self.max_position_hint = None if max_position_hint is None else max(integer("max_position_hint", max_position_hint) - 1, 0)
-        for i, layer in enumerate(layers):
-            self._check_layer(i, layer.self_attn)
         self._layers = layers
-        self._cuda = None
+        self._cuda = self._packed_from = None
         self.refresh_weights()
         if self.max_position_hint is not None:
             self._rope_table(0)
@@ -312,7 +310,9 @@ class FusedKVMaterializeHelper:
             raise ValueError(f"FusedKVMaterializeHelper: {name}: expected {expected}, got {got} at layer {i}.")
 
         shared, own = (getattr(r, "cos_sin_cache", None) for r in (self.rotary_emb, attn.rotary_emb))
-        if shared is not None and own is not None and own is not shared and own.dtype == shared.dtype:
+        # A table on a GPU is compared once: later checks may be made while a graph is captured, and wait for nothing.
+        compared = self._packed_from is None or not is_cuda(own)
+        if shared is not None and own is not None and own is not shared and own.dtype == shared.dtype and compared:
             rows = min(shared.shape[0], own.shape[0])
             if shared.shape[1] != own.shape[1] or bool((shared[:rows] != own[:rows]).any()):
                 refuse("rotary_emb", "one rotary table for all layers", "another table")
@@ -324,6 +324,14 @@ class FusedKVMaterializeHelper:
             refuse("qkv_proj.weight", f"shape [>= q_size + 2 * kv_size = {rows}, hidden]", tuple(weight.shape))
         if tuple(attn.k_norm.weight.shape) != (self.head_dim,):
             refuse("k_norm.weight", f"shape ({self.head_dim},)", tuple(attn.k_norm.weight.shape))
+        if _dtype_name(attn.k_norm.weight) not in ("float32", "bfloat16", "float16"):
+            refuse("k_norm.weight", "dtype float32, bfloat16 or float16", _dtype_name(attn.k_norm.weight))
+        hidden = self._layers[0].self_attn.qkv_proj.weight.shape[1]
+        if weight.shape[1] != hidden:
+            refuse("qkv_proj.weight", f"{hidden} columns, as at layer 0", tuple(weight.shape))
+        eps = number("variance_epsilon", attn.k_norm.variance_epsilon)
+        if not 0 <= eps < 3.4e38:  # a float32
+            refuse("k_norm.variance_epsilon", "a finite number >= 0", eps)
 
     def _sources(self):
         """The layers' tensors, and torch's count of writes to each."""
@@ -340,6 +348,10 @@ class FusedKVMaterializeHelper:
 
     def refresh_weights(self):
         """Packs the layers' weights again: after writes that torch does not count, and before replays of graphs that were captured earlier."""
+        for i, layer in enumerate(self._layers):  # all of them: a call that has handed over one layer must not fail at the next
+            self._check_layer(i, layer.self_attn)
+        if len(self._layers) != self.n_layers:
+            raise ValueError(f"FusedKVMaterializeHelper: layers: expected {self.n_layers} layers, got {len(self._layers)}.")
         layers, packed_from = [], list(self._sources())
         for i, layer in enumerate(self._layers):
             attn = layer.self_attn
@@ -467,7 +479,9 @@ def fused_norm_rope_stacked(
     num_kv_heads, head_dim = integer("num_kv_heads", num_kv_heads), integer("head_dim", head_dim)
     shape = shape_of("kv", kv)
     n_layers, tokens = (shape[1], shape[0]) if len(shape) == 3 else (0, 0)
-    shape = (n_layers, tokens, max(num_kv_heads, 0), max(head_dim, 0))
+    shape = (n_layers, tokens, num_kv_heads, head_dim)
+    if min(shape) < 0 or len(kv.shape) != 3 or kv.shape[2] != 2 * num_kv_heads * head_dim:
+        shape = (0, 0, 0, 0)  # of sizes that the call refuses nothing is allocated
     k = empty_like(kv, shape) if k_out is None or tokens == 0 else k_out
     v = empty_like(kv, shape) if v_out is None or tokens == 0 else v_out
     function("draft_kv_fused_norm_rope_stacked")(

@@ -81,7 +81,7 @@ def _step(in_place, x_q, x_k, x_v, w_q, w_k, w_v, cs_q, cs_k, cs_v, g, beta, A_l
             array_in("onorm_gate", onorm_gate), array_in("onorm_weight", onorm_weight),
         )  # fmt: skip
         out = array_out("out", out)
-    if not (type(softplus_beta) is type(softplus_threshold) is float and l2norm is True and round_before_norm is False and null_slot == -1
+    if not (type(softplus_beta) is type(softplus_threshold) is float and l2norm is True and round_before_norm is False and type(null_slot) is int and null_slot == -1
             and _NUMBER_OR_NONE.issuperset((type(onorm_eps), type(lower_bound), type(scale)))):  # fmt: skip
         onorm_eps, lower_bound, scale = optional_number("onorm_eps", onorm_eps), optional_number("lower_bound", lower_bound), optional_number("scale", scale)
         softplus_beta, softplus_threshold = number("softplus_beta", softplus_beta), number("softplus_threshold", softplus_threshold)

@@ -76,8 +76,9 @@ std::vector<float> scales(Checker& check, const char* name, const TensorView& t,
   check.arg(name, t).dtype({DType::kFloat32, DType::kFloat64});
   check.require(t.ndim == 0 || (t.ndim == 1 && t.sizes[0] == layers), name, "a number or shape [L=" + std::to_string(layers) + "]",
                 shape_text(t));
-  if (t.ndim > 0 || t.device.type != DeviceType::kCpu) check.arg(name, t).same_device();  // a number comes as a CPU scalar
-  if (!core::host_reads(t)) return values;                                                // read by the kernel
+  const bool number = t.ndim == 0 && t.device.type == DeviceType::kCpu;  // comes as a CPU scalar, and is one of the call's numbers
+  if (!number) check.arg(name, t).same_device();
+  if (!number && !core::host_reads(t)) return values;  // read by the kernel
   for (std::int64_t l = 0; l < layers; ++l) {
     const std::int64_t offset = t.ndim == 0 ? 0 : l * t.strides[0];
     const double scale = t.dtype == DType::kFloat64 ? t.as<double>()[offset] : t.as<float>()[offset];

@@ -28,6 +28,8 @@ bool same(const RequestReport& r, const RequestReport& plain, const States* stat
                      [&](const auto& s) { return expected.count(s.first) && expected[s.first] == s.second; });
 }
 
+constexpr int kLastStep = 1 << 20;  // that a request may wait for: far beyond any context
+
 }  // namespace
 
 struct Engine::Impl {
@@ -71,6 +73,10 @@ Report Engine::generate(const std::vector<std::string>& prompts, const GenerateO
   require(on_gpu || !options.trace, "trace", "a GPU", "the CPU");
   require(options.start_steps.size() <= prompts.size() && options.drop_steps.size() <= prompts.size(), "start_steps, drop_steps",
           "at most one for each prompt", "more");
+  for (const int step : options.start_steps)
+    require(step >= 0 && step <= kLastStep, "start_steps", fmt::format("0 to {}", kLastStep), std::to_string(step));
+  for (const int step : options.drop_steps)
+    require(step >= -1 && step <= kLastStep, "drop_steps", fmt::format("-1 (never) to {}", kLastStep), std::to_string(step));
   require(has(options.mode), "mode", "a drafter that the model folder has", name_of(options.mode));
 
   std::vector<std::vector<int>> tokens;

@@ -61,3 +61,42 @@ def test_nothing_is_kept():
     assert len(gc.get_objects()) - objects < 200
     assert rss() - memory < 8 * 2**20
     assert references == [sys.getrefcount(x) for x in (good["candidates"], fixed["candidates"], sampled["target_probs"])]
+
+
+FORKS = """
+import os, signal, sys, threading
+import numpy as np
+from specstate import draft_kv
+rng = np.random.default_rng(0)
+f = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+a = dict(ctx_hidden=f(256, 256), kv_weight=f(4, 512, 256), k_norm_weight=f(4, 64), eps=np.full(4, 1e-6, np.float32), cos_sin_cache=f(300, 64),
+         positions=np.arange(256), slot_mapping=np.arange(256))
+def work():
+    pools = [np.zeros((4, 256, 4, 64), np.float32) for _ in range(2)]
+    draft_kv.materialize_into_pool(**a, k_pool=pools[0], v_pool=pools[1])
+    return [p.tobytes() for p in pools]
+want, stop = work(), False
+def busy():
+    while not stop:
+        work()
+threads = [threading.Thread(target=busy) for _ in range(2)]
+for t in threads:
+    t.start()
+failed = 0
+for _ in range(8):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        os._exit(0 if work() == want and work() == want else 7)
+    failed += os.waitpid(child, 0)[1] != 0
+stop = True
+for t in threads:
+    t.join()
+sys.exit(failed)
+"""
+
+
+def test_children_of_a_fork_while_threads_compute():
+    """A child has the caller's thread only: it computes with that, the same bits, and waits for nobody."""
+    env = dict(os.environ, PYTHONPATH=str(ROOT / "python"), SPECSTATE_NUM_THREADS="4")
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FORKS], env=env, check=True, timeout=200)

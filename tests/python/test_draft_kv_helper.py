@@ -281,6 +281,40 @@ def test_refresh_weights_packs_again():
     assert not np.array_equal(raw(got), before)
 
 
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        (lambda a: setattr(a.qkv_proj, "weight", a.qkv_proj.weight[:, :23]), "qkv_proj.weight: expected 24 columns, as at layer 0, got (64, 23) at layer 1."),
+        (lambda a: setattr(a.qkv_proj, "weight", a.qkv_proj.weight[:60]), "qkv_proj.weight: expected shape [>= q_size + 2 * kv_size = 64, hidden], got (60, 24) at layer 1."),
+        (lambda a: setattr(a.k_norm, "weight", np.ones(1, BF16)), "k_norm.weight: expected shape (8,), got (1,) at layer 1."),
+        (lambda a: setattr(a.k_norm, "weight", np.ones(8, np.int32)), "k_norm.weight: expected dtype float32, bfloat16 or float16, got int32 at layer 1."),
+        (lambda a: setattr(a.k_norm, "variance_epsilon", -1.0), "k_norm.variance_epsilon: expected a finite number >= 0, got -1.0 at layer 1."),
+        (lambda a: setattr(a.k_norm, "variance_epsilon", float("nan")), "k_norm.variance_epsilon: expected a finite number >= 0, got nan at layer 1."),
+        (lambda a: setattr(a, "kv_size", 8), "kv_size: expected num_kv_heads * head_dim = 16, got 8 at layer 1."),
+    ],
+)  # fmt: skip
+def test_a_refresh_checks_all_layers_before_anything_is_handed_over(change, text):
+    rope = Rope()
+    layers = make_layers(rope=rope)
+    helper = FusedKVMaterializeHelper(layers, rope, 2, 8, "cpu")
+    hidden = np.random.default_rng(9).standard_normal((3, 24)).astype(BF16)
+    before = raw(collect(helper, hidden, np.arange(3)))
+    change(layers[1].self_attn)
+    with pytest.raises(ValueError) as e:
+        helper.refresh_weights()
+    assert str(e.value) == "FusedKVMaterializeHelper: " + text
+    with pytest.raises(ValueError) as e:
+        FusedKVMaterializeHelper(layers, rope, 2, 8, "cpu")
+    assert str(e.value) == "FusedKVMaterializeHelper: " + text
+    called = []
+    try:  # a new tensor is seen by the call itself
+        helper.materialize(hidden, np.arange(3), lambda *given: called.append(given))
+    except ValueError as error:
+        assert str(error) == "FusedKVMaterializeHelper: " + text and not called
+    else:
+        np.testing.assert_array_equal(raw(([k for _, k, _ in called], [v for _, _, v in called])), before)
+
+
 def test_any_split_of_the_tokens_gives_the_same_bytes():
     rope = Rope()
     helper = FusedKVMaterializeHelper(make_layers(rope=rope), rope, 2, 8, "cpu")

@@ -309,3 +309,15 @@ def test_empty_names_are_bad_usage(args):
 def test_doctor_names_a_broken_model(tmp_path):
     result = call("doctor", "--model", tmp_path, status=1)
     assert b"found no config.json" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "option, values, lowest",
+    [("--start-steps", "0,2147483647", 0), ("--start-steps", "-1", 0), ("--start-steps", "1.5", 0), ("--drop-steps", "-2", -1), ("--drop-steps", "1048577", -1)],
+)
+def test_steps_have_bounds(option, values, lowest):
+    """Waiting for a step that never comes would wait for ever."""
+    wrong = values.rpartition(",")[2]
+    error = call("generate", "--prompt", "a", f"{option}={values}", status=2).stderr.decode()
+    assert option in error and f"expected integers from {lowest} to 1048576, got '{wrong}'" in error
+    assert generate("--prompt", "ab", "--max-new-tokens", 2, f"{option}={max(lowest, 0)}")["requests"]

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import specstate
-from calls import CALLS, operation
-from specstate import accept, hisparse, kda
+from calls import ALL_CALLS, CALLS, operation
+from specstate import accept, draft_kv, hisparse, kda
 from specstate._supports import OPERATIONS
 
 
@@ -153,7 +153,7 @@ def test_calls_in_between_run():
     assert calling.written == [[1, 1]] and (arguments["out"][0] == before).all()
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, KeyError, MemoryError])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, KeyError])
 def test_an_interrupted_question_leaves_nothing_behind(error):
     arguments = CALLS["verify_greedy"]()
     arguments["candidates"] = Calling(arguments["candidates"], error)
@@ -205,3 +205,25 @@ def test_every_kind_of_error_has_its_python_exception():
     specstate._library.library()
     for kind in (ValueError, NotImplementedError, RuntimeError, MemoryError):
         assert tvm_ffi.core.ERROR_NAME_TO_TYPE[kind.__name__] is kind
+
+
+@pytest.mark.parametrize("scale", [2.0, float("nan"), -1.0, 0.0, np.float32(3), 1.0, 1])
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+def test_numbers_are_checked(name, scale):
+    arguments = {**CALLS["materialize_into_pool"](), name: scale}
+    answer = specstate.supports("materialize_into_pool", **arguments)
+    try:
+        draft_kv.materialize_into_pool(**arguments)
+    except ValueError as error:
+        assert answer == (False, str(error)) and name in str(error)
+    else:
+        assert answer == (True, "") and scale == 1
+
+
+@pytest.mark.parametrize("sizes", [{"num_kv_heads": 2**40}, {"num_kv_heads": 2**62}, {"head_dim": 2**40}, {"head_dim": -1}, {"num_kv_heads": 0}])
+def test_sizes_are_checked_before_results_are_allocated(sizes):
+    arguments = {**ALL_CALLS["fused_norm_rope_stacked"](), **sizes}
+    arguments.pop("k_out"), arguments.pop("v_out")
+    with pytest.raises(ValueError) as raised:
+        draft_kv.fused_norm_rope_stacked(**arguments)
+    assert specstate.supports("fused_norm_rope_stacked", **arguments) == (False, str(raised.value))
