@@ -343,6 +343,7 @@ void Coordinator::Impl::set_up(const CoordinatorConfig& given, std::int64_t loca
   require(layers >= 1, "host_cache", layers, "at least one layer");
   require(c.requests >= 1, "requests", c.requests, ">= 1");
   require(c.page_size >= 1, "page_size", c.page_size, ">= 1");
+  require(fits(c.first_layer, INT32_MAX), "first_layer", c.first_layer, "0..{}", INT32_MAX);
   require(c.hot >= 1, "hot", c.hot, ">= 1");
   require(c.top_k <= c.hot, "hot", c.hot, "at least top_k={} slots", c.top_k);
   require(c.window >= 1, "window", c.window, ">= 1");
@@ -368,7 +369,7 @@ void Coordinator::Impl::set_up(const CoordinatorConfig& given, std::int64_t loca
   followed.assign(at(layers), 0);
   copied.assign(at(layers), 0);
   for (std::int64_t l = 0; l < layers; ++l) {
-    const std::int64_t anchor = c.anchor_of.empty() ? l : c.anchor_of[at(l)] - c.first_layer;
+    const std::int64_t anchor = c.anchor_of.empty() ? l : fits(c.anchor_of[at(l)], INT64_MAX) ? c.anchor_of[at(l)] - c.first_layer : -1;
     if (anchor == l) {
       life.layers[at(l)].group = static_cast<std::int64_t>(groups.size());
       groups.emplace_back();

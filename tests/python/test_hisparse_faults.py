@@ -518,3 +518,12 @@ def test_second_pairs_of_another_number_of_layers():
             with pytest.raises(ValueError, match=rf"Coordinator: {name}: expected 2 layers, got {n}\."):
                 hisparse.Coordinator(hosts, devices, **sizes, **second)
     hisparse.Coordinator(hosts, devices, **sizes, host_cache_v=[None, None])
+
+
+def test_numbers_of_layers_at_the_ends_of_the_integers():
+    for first in (-1, 2**31, 2**63 - 1, -(2**63)):
+        with pytest.raises(ValueError, match=rf"Coordinator: first_layer: expected 0\.\.2147483647, got {first}\."):
+            coordinator(first_layer=first)
+    for anchor in (-(2**63), 2**63 - 1, -1):
+        with pytest.raises(ValueError, match=rf"Coordinator: anchor_of: expected a preceding anchor layer for layer 2, got {anchor}\."):
+            coordinator(layers=2, first_layer=1, anchor_of=[1, anchor])
