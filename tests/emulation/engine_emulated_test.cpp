@@ -170,7 +170,7 @@ TEST(EngineEmulated, ProductsHaveTheBitsOfTheCpu) {
     std::vector<float> expected(y.size());
     cpu::matmul(packed, x.data(), k, rows, expected.data(), n, {.add = y.data(), .add_stride = n});
     cuda::Memory memory;
-    cuda::matmul(cuda::upload(memory, packed), x.data(), k, rows, y.data(), n, {}, y.data());
+    cuda::matmul(cuda::upload(memory, packed), cuda::plain(x.data(), k), rows, y.data(), n, {}, y.data());
     EXPECT_EQ(std::memcmp(y.data(), expected.data(), y.size() * 4), 0) << rows << " x " << n << " x " << k;
   }
 }

@@ -49,7 +49,7 @@ TEST(EngineGpu, ProductsHaveTheBitsOfTheCpu) {
     const cuda::Matrix m = cuda::upload(memory, packed);
     float *dx = memory.upload(x.data(), rows * k, "x"), *dy = memory.upload(y.data(), rows * n, "y");
     cuda::Memory::settle();
-    cuda::matmul(m, dx, k, rows, dy, n, queue.stream(), dy);
+    cuda::matmul(m, cuda::plain(dx, k), rows, dy, n, queue.stream(), dy);
     queue.wait();
     SPECSTATE_GPU(cudaMemcpy(got.data(), dy, got.size() * 4, cudaMemcpyDeviceToHost));
     ASSERT_EQ(std::memcmp(got.data(), expected.data(), got.size() * 4), 0) << rows << " x " << n << " x " << k;

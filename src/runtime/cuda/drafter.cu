@@ -59,7 +59,7 @@ Drafter::Drafter(const DraftWeights& weights, const TargetWeights& target, const
 void Drafter::write(i64 rows, const TensorView& positions, const TensorView& slots, const TensorView& committed, const float* features,
                     Stream stream) {
   const i64 d = config_.hidden;
-  matmul(fc_, features, d * static_cast<i64>(config_.feature_layers.size()), rows, ctx_, d, stream);
+  matmul(fc_, plain(features, d * static_cast<i64>(config_.feature_layers.size())), rows, ctx_, d, stream);
   rms_norm(ctx_, d, rows, d, hidden_norm_, config_.rms_eps, ctx_, d, stream);
   draft_kv::MaterializeIntoPoolParams p = params_;
   p.ctx_hidden = on_gpu(ctx_, DType::kFloat32, {rows, d});
@@ -86,22 +86,18 @@ void Drafter::propose(const Step& step, const Choice& choice, double* probabilit
   embed(embed_, d, ids_, M, x_, stream);
   for (std::size_t l = 0; l < layers_.size(); ++l) {
     const Layer& layer = layers_[l];
-    rms_norm(x_, d, M, d, layer.input_norm, config_.rms_eps, h_, d, stream);
-    matmul(layer.qkv, h_, d, M, qkv_, width, stream);
+    matmul(layer.qkv, normed(x_, d, layer.input_norm, config_.rms_eps, h_), M, qkv_, width, stream);
     rope_block(rows, B, qkv_, width, heads, kv, D, layer.q_norm, layer.k_norm, config_.rms_eps, rope_, config_.rotary_dim,
                1.0f / std::sqrt(static_cast<float>(D)), stream);
     const i64 before = static_cast<i64>(l) * pool * kv * D;
     block_attention(rows, B, qkv_, width, heads, kv, D, config_.window[l], limits_.context, k_pool_ + before, v_pool_ + before,
                     limits_.context, mixed_, stream);
-    matmul(layer.out, mixed_, heads * D, M, x_, d, stream, x_);
-    rms_norm(x_, d, M, d, layer.post_norm, config_.rms_eps, h_, d, stream);
-    matmul(layer.gate_up, h_, d, M, wide_, 2 * F, stream);
-    swiglu(wide_, M, F, act_, stream);
-    matmul(layer.down, act_, F, M, x_, d, stream, x_);
+    matmul(layer.out, plain(mixed_, heads * D), M, x_, d, stream, x_);
+    matmul(layer.gate_up, normed(x_, d, layer.post_norm, config_.rms_eps, h_), M, wide_, 2 * F, stream);
+    matmul(layer.down, swiglu_of(wide_, 2 * F, act_), M, x_, d, stream, x_);
   }
   // Rows that predict: all of DSpark's, all but the first of DFlash's.
-  rms_norm(x_, d, M, d, norm_, config_.rms_eps, h_, d, stream);
-  matmul(head_, h_, d, M, logits_, V, stream);
+  matmul(head_, normed(x_, d, norm_, config_.rms_eps, h_), M, logits_, V, stream);
   runtime::cuda::propose(rows, B, B - proposals(), logits_, choice, tables_.keys, {markov_embed_, markov_proj_}, step.candidates,
                          probabilities, stream);
 }

@@ -1,12 +1,14 @@
 // The row-invariant product. A lane is an output and never a part of a sum, as on the CPU: acc = fma(x[i], w[j][i], acc) over rising i, so the
 // bits are the CPU's, and what a speculative step computes for a row is what plain decoding computes.
 //
-// A block takes 32 outputs (two panels) and 8 or 32 rows, a warp 1 or 4 of them. The weights of 256 k come into shared memory with all loads in
+// A block takes 32 outputs (two panels) and 8 or 32 rows, a warp 1 or 4 of them. The weights of 192 k come into shared memory with all loads in
 // flight at once, because the chain that follows cannot wait for each; rows are broadcasts from shared memory. With few rows a warp has one: then the chain's latency,
-// 4 cycles a k, is the whole time, and more rows a warp would only add to it.
+// 4 cycles a k, is the whole time, and more rows a warp would only add to it. Norms and activations are computed on the way into shared memory, with the
+// operations of rows.cu.
 #include <algorithm>
 
 #include "cuda/launch.hpp"
+#include "runtime/cuda/math.cuh"
 #include "runtime/cuda/memory.hpp"
 #include "runtime/cuda/ops.hpp"
 
@@ -17,22 +19,30 @@ using specstate::cuda::launch;
 namespace {
 
 using i64 = std::int64_t;
-constexpr int kWarps = 8, kThreads = 32 * kWarps, kPanel = 16, kColumns = 2 * kPanel, kChunk = 256, kHeads = 16;
+constexpr int kWarps = 8, kThreads = 32 * kWarps, kPanel = 16, kColumns = 2 * kPanel, kChunk = 192, kHeads = 16;
 
 struct Heads {
   const std::uint32_t* w[kHeads];
   i64 x_step, y_step;
 };
 
-template <int kRows>
-__global__ void __launch_bounds__(kThreads)
-    product(Heads heads, i64 n, i64 k, i64 rows, const float* x, i64 x_stride, float* y, i64 y_stride, const float* add) {
+template <int kRows, Input::As kAs>
+__global__ void __launch_bounds__(kThreads) product(Heads heads, i64 n, i64 k, i64 rows, const float* x, i64 x_stride, const float* norm,
+                                                    float eps, float* y, i64 y_stride, const float* add) {
   __shared__ std::uint32_t w_tile[2][kChunk / 2][kPanel];
   __shared__ float x_tile[kWarps * kRows][kChunk];
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   const i64 panel_words = (k + 1) / 2 * kPanel, first_panel = i64{blockIdx.x} * 2, row0 = i64{blockIdx.y} * kWarps * kRows;
   const std::uint32_t* w = heads.w[blockIdx.z];
   x += blockIdx.z * heads.x_step, y += blockIdx.z * heads.y_step;
+  __shared__ float scales[kWarps * kRows];
+  if constexpr (kAs == Input::As::kNormed) {
+    for (int r = warp * kRows; r < (warp + 1) * kRows && row0 + r < rows; ++r) {
+      const float* row = x + (row0 + r) * x_stride;
+      const float sum = sum_squares(lane, k, [&](i64 i) { return row[i]; });
+      if (lane == 0) scales[r] = 1.0f / sqrtf(sum / static_cast<float>(k) + eps);
+    }
+  }
   float acc[kRows] = {};
   for (i64 k0 = 0; k0 < k; k0 += kChunk) {
     const int depth = static_cast<int>(min(i64{kChunk}, k - k0)), words = (depth + 1) / 2 * kPanel;
@@ -46,7 +56,11 @@ __global__ void __launch_bounds__(kThreads)
     }
     for (int i = static_cast<int>(threadIdx.x); i < kWarps * kRows * kChunk; i += kThreads) {
       const int r = i / kChunk, c = i % kChunk;
-      if (row0 + r < rows && c < depth) x_tile[r][c] = x[(row0 + r) * x_stride + k0 + c];
+      if (row0 + r >= rows || c >= depth) continue;
+      float v = x[(row0 + r) * x_stride + k0 + c];
+      if constexpr (kAs == Input::As::kNormed) v = v * scales[r] * norm[k0 + c];
+      if constexpr (kAs == Input::As::kSwiglu) v = v * sigmoid(v) * x[(row0 + r) * x_stride + k + k0 + c];
+      x_tile[r][c] = v;
     }
     __syncthreads();
     if (row0 + warp * kRows >= rows) continue;
@@ -75,13 +89,17 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-void enqueue(const Heads& heads, i64 count, const Matrix& shape, const float* x, i64 x_stride, i64 rows, float* y, i64 y_stride,
-             const float* add, Stream stream) {
+void enqueue(const Heads& heads, i64 count, const Matrix& shape, const Input& in, i64 rows, float* y, i64 y_stride, const float* add,
+             Stream stream) {
+  constexpr auto kPlain = Input::As::kPlain, kNormed = Input::As::kNormed, kSwiglu = Input::As::kSwiglu;
   const bool few = rows <= kWarps;
   const i64 rows_of_block = few ? kWarps : 4 * kWarps;
   const dim3 grid(static_cast<unsigned>((shape.n + kColumns - 1) / kColumns),
                   static_cast<unsigned>((rows + rows_of_block - 1) / rows_of_block), static_cast<unsigned>(count));
-  launch(few ? product<1> : product<4>, {grid, kThreads}, stream, heads, shape.n, shape.k, rows, x, x_stride, y, y_stride, add);
+  auto* const kernel = in.as == kNormed   ? (few ? product<1, kNormed> : product<4, kNormed>)
+                       : in.as == kSwiglu ? (few ? product<1, kSwiglu> : product<4, kSwiglu>)
+                                          : (few ? product<1, kPlain> : product<4, kPlain>);
+  launch(kernel, {grid, kThreads}, stream, heads, shape.n, shape.k, rows, in.x, in.stride, in.norm, in.eps, y, y_stride, add);
 }
 
 }  // namespace
@@ -98,11 +116,18 @@ Matrix upload(Memory& memory, const cpu::PackedMatrix& m, specstate::cuda::Cubla
   return w;
 }
 
-void matmul(const Matrix& w, const float* x, i64 x_stride, i64 rows, float* y, i64 y_stride, Stream stream, const float* add) {
-  if (w.lt && (add == nullptr || add == y)) return w.lt->product(w.dense, w.n, w.k, x, x_stride, rows, y, y_stride, add != nullptr, stream);
+void matmul(const Matrix& w, const Input& in, i64 rows, float* y, i64 y_stride, Stream stream, const float* add) {
+  if (w.lt && (add == nullptr || add == y)) {
+    Input dense = in;
+    if (in.as != Input::As::kPlain) dense.x = in.room, dense.stride = w.k;
+    if (in.as == Input::As::kNormed) rms_norm(in.x, in.stride, rows, w.k, in.norm, in.eps, in.room, w.k, stream);
+    if (in.as == Input::As::kSwiglu) swiglu(in.x, rows, w.k, in.room, stream);
+    w.lt->product(w.dense, w.n, w.k, dense.x, dense.stride, rows, y, y_stride, add != nullptr, stream);
+    return;
+  }
   Heads heads{};
   heads.w[0] = w.words;
-  enqueue(heads, 1, w, x, x_stride, rows, y, y_stride, add, stream);
+  enqueue(heads, 1, w, in, rows, y, y_stride, add, stream);
 }
 
 void matmul_heads(const std::vector<Matrix>& w, const float* x, i64 x_stride, i64 x_step, i64 rows, float* y, i64 y_stride, i64 y_step,
@@ -113,7 +138,7 @@ void matmul_heads(const std::vector<Matrix>& w, const float* x, i64 x_stride, i6
     const i64 count = std::min<i64>(kHeads, H - h);
     for (i64 i = 0; i < count; ++i) heads.w[i] = w[static_cast<std::size_t>(h + i)].words;
     heads.x_step = x_step, heads.y_step = y_step;
-    enqueue(heads, count, w[0], x + h * x_step, x_stride, rows, y + h * y_step, y_stride, nullptr, stream);
+    enqueue(heads, count, w[0], plain(x + h * x_step, x_stride), rows, y + h * y_step, y_stride, nullptr, stream);
   }
 }
 

@@ -24,9 +24,25 @@ struct Matrix {
 };
 Matrix upload(Memory& memory, const cpu::PackedMatrix& matrix, specstate::cuda::CublasLt* lt = nullptr);
 
-/// y [rows, n] = x [rows, k] w^T (+ add, which may be y): one chain of multiply-adds over rising k an output, as on the CPU; or cuBLASLt's product,
+/// What a product reads: rows of x, rows of rms_norm(x), or of swiglu(x) (x then has 2k columns). The last two are computed where the product stages
+/// its rows, by every block for itself: a launch costs more than that. `room` [rows, k] is for products that cannot (cuBLASLt's).
+struct Input {
+  const float* x = nullptr;
+  std::int64_t stride = 0;
+  enum class As : std::uint8_t { kPlain, kNormed, kSwiglu } as = As::kPlain;
+  const float* norm = nullptr;
+  float eps = 0;
+  float* room = nullptr;
+};
+inline Input plain(const float* x, std::int64_t stride) { return {x, stride, Input::As::kPlain, nullptr, 0, nullptr}; }
+inline Input normed(const float* x, std::int64_t stride, const float* norm, float eps, float* room) {
+  return {x, stride, Input::As::kNormed, norm, eps, room};
+}
+inline Input swiglu_of(const float* x, std::int64_t stride, float* room) { return {x, stride, Input::As::kSwiglu, nullptr, 0, room}; }
+
+/// y [rows, n] = input [rows, k] w^T (+ add, which may be y): one chain of multiply-adds over rising k an output, as on the CPU; or cuBLASLt's product,
 /// where w has it and `add` is nothing or y.
-void matmul(const Matrix& w, const float* x, std::int64_t x_stride, std::int64_t rows, float* y, std::int64_t y_stride, Stream stream,
+void matmul(const Matrix& w, const Input& input, std::int64_t rows, float* y, std::int64_t y_stride, Stream stream,
             const float* add = nullptr);
 /// The same for matrices of one shape, head h at x + h x_step and y + h y_step.
 void matmul_heads(const std::vector<Matrix>& w, const float* x, std::int64_t x_stride, std::int64_t x_step, std::int64_t rows, float* y,

@@ -119,9 +119,9 @@ Target::Target(const TargetWeights& weights, const Limits& limits, std::vector<i
 
   const i64 rows = std::max<i64>(limits_.batch * W, limits_.chunk), Hm = config_.mla_heads, C = config_.kv_lora_rank;
   const auto activations = [&](i64 width) { return memory.device<float>(rows * width, "activations"); };
-  x_ = activations(d), h_ = activations(d), proj_ = activations(widest), gate_ = activations(H * D), out_gate_ = activations(H * D);
+  x_ = activations(d), h_ = activations(d), proj_ = activations(widest), gate_ = activations(2 * H * D), out_gate_ = gate_ + rows * H * D;
   mixed_ = activations(std::max(H * D, Hm * config_.v_dim)), query_ = activations(Hm * C), latent_ = activations(Hm * C);
-  wide_ = activations(2 * F), act_ = activations(F), final_ = activations(d), features_ = activations(std::max<i64>(1, feature_width()));
+  wide_ = activations(2 * F), act_ = activations(F), features_ = activations(std::max<i64>(1, feature_width()));
   logits_ = activations(config_.vocab), scores_ = activations(L);
 }
 
@@ -210,15 +210,13 @@ void Target::layers(const Rows& rows, const Step* step, Way way, Stream stream) 
   trace_.mark("model: embedding");
   for (int l = 0; l < config_.layers; ++l) {
     const Layer& layer = layers_[at(l)];
-    rms_norm(x_, d, T, d, layer.input_norm, config_.rms_eps, h_, d, stream);
+    const Input h = normed(x_, d, layer.input_norm, config_.rms_eps, h_);
     if (layer.kda)
-      kda(layer, rows, step ? step->kda_slots : rows.requests, way, stream);
+      kda(layer, h, rows, step ? step->kda_slots : rows.requests, way, stream);
     else
-      mla(*layer.mla, rows, step, stream);
-    rms_norm(x_, d, T, d, layer.post_norm, config_.rms_eps, h_, d, stream);
-    matmul(layer.gate_up, h_, d, T, wide_, 2 * F, stream);
-    swiglu(wide_, T, F, act_, stream);
-    matmul(layer.down, act_, F, T, x_, d, stream, x_);
+      mla(*layer.mla, h, rows, step, stream);
+    matmul(layer.gate_up, normed(x_, d, layer.post_norm, config_.rms_eps, h_), T, wide_, 2 * F, stream);
+    matmul(layer.down, swiglu_of(wide_, 2 * F, act_), T, x_, d, stream, x_);
     for (std::size_t f = 0; f < feature_layers_.size(); ++f)
       if (feature_layers_[f] == l) copy_columns(x_, d, T, d, features_ + static_cast<i64>(f) * d, feature_width(), stream);
     trace_.mark("model: mlp of layer " + std::to_string(l));
@@ -227,8 +225,7 @@ void Target::layers(const Rows& rows, const Step* step, Way way, Stream stream) 
 
 void Target::head(i64 first_row, i64 rows, Stream stream) {
   const i64 d = config_.hidden;
-  rms_norm(x_ + first_row * d, d, rows, d, norm_, config_.rms_eps, final_, d, stream);
-  matmul(head_, final_, d, rows, logits_, config_.vocab, stream);
+  matmul(head_, normed(x_ + first_row * d, d, norm_, config_.rms_eps, h_), rows, logits_, config_.vocab, stream);
 }
 
 kda::Rings Target::rings(i64 l) const {
@@ -238,13 +235,17 @@ kda::Rings Target::rings(i64 l) const {
 }
 
 // x += o_proj(kda(h)).
-void Target::kda(const Layer& layer, const Rows& rows, const i32* slots, Way way, Stream stream) {
+void Target::kda(const Layer& layer, const Input& h, const Rows& rows, const i32* slots, Way way, Stream stream) {
   const Kda& k = *layer.kda;
   const i64 T = rows.count(), d = config_.hidden, H = config_.kda_heads, D = config_.kda_dim, HD = H * D, R = limits_.requests,
             W = limits_.window, rf = k.gate.k, rg = k.out_gate.k, P = k.in.n, l = layer.number;
-  matmul(k.in, h_, d, T, proj_, P, stream);
-  matmul(k.gate, proj_ + 3 * HD, P, T, gate_, HD, stream);
-  matmul(k.out_gate, proj_ + 3 * HD + rf, P, T, out_gate_, HD, stream);
+  matmul(k.in, h, T, proj_, P, stream);
+  if (!k.gate.lt && rf == rg) {  // two products of one shape are one launch
+    matmul_heads({k.gate, k.out_gate}, proj_ + 3 * HD, P, rf, T, gate_, HD, out_gate_ - gate_, stream);
+  } else {
+    matmul(k.gate, plain(proj_ + 3 * HD, P), T, gate_, HD, stream);
+    matmul(k.out_gate, plain(proj_ + 3 * HD + rf, P), T, out_gate_, HD, stream);
+  }
   trace_.mark("model: projections");
   kda::VerifyParams p;
   p.x_q = heads_view(proj_, T, P, H, D), p.x_k = heads_view(proj_ + HD, T, P, H, D), p.x_v = heads_view(proj_ + 2 * HD, T, P, H, D);
@@ -273,16 +274,16 @@ void Target::kda(const Layer& layer, const Rows& rows, const i32* slots, Way way
     kda::decode(decode, stream);
   }
   trace_.mark(way == Way::kVerify ? "kda: verify" : "kda: decode");
-  matmul(k.out, mixed_, HD, T, x_, d, stream, x_);
+  matmul(k.out, plain(mixed_, HD), T, x_, d, stream, x_);
   trace_.mark("model: projections");
 }
 
 // x += o_proj(sparse attention(h)) in the absorbed form. A step reads device rows that the swap resolved; a prefill the staged rows of its prompt.
-void Target::mla(const Mla& m, const Rows& rows, const Step* step, Stream stream) {
+void Target::mla(const Mla& m, const Input& h, const Rows& rows, const Step* step, Stream stream) {
   const i64 T = rows.count(), B = rows.batch, W = rows.width, K = top_k_, d = config_.hidden, Hm = config_.mla_heads,
             C = config_.kv_lora_rank, Dn = config_.nope_dim, Dr = config_.rope_dim, Dv = config_.v_dim, P = m.in.n, Q = Hm * (Dn + Dr),
             L = limits_.context, R = limits_.requests;
-  matmul(m.in, h_, d, T, proj_, P, stream);
+  matmul(m.in, h, T, proj_, P, stream);
   std::uint16_t* const device = buffers_[m.layer].device_buffer.as<std::uint16_t>();
   store_latent(rows, proj_ + Q, P, C, Dr, m.kv_norm, config_.rms_eps, step ? step->locs : rows.positions, step ? device : stage_[m.layer],
                stream);
@@ -321,7 +322,7 @@ void Target::mla(const Mla& m, const Rows& rows, const Step* step, Stream stream
                    Dr, 1.0f / std::sqrt(static_cast<float>(Dn + Dr)), latent_, tables_.fault, stream);
   trace_.mark("model: sparse attention");
   matmul_heads(m.value_up, latent_, Hm * C, C, T, mixed_, Hm * Dv, Dv, stream);
-  matmul(m.out, mixed_, Hm * Dv, T, x_, d, stream, x_);
+  matmul(m.out, plain(mixed_, Hm * Dv), T, x_, d, stream, x_);
   trace_.mark("model: projections");
 }
 

@@ -83,8 +83,8 @@ class Target {
   };
   enum class Way { kPrefill, kInPlace, kVerify };
   void layers(const Rows& rows, const Step* step, Way way, Stream stream);
-  void kda(const Layer& layer, const Rows& rows, const std::int32_t* slots, Way way, Stream stream);
-  void mla(const Mla& m, const Rows& rows, const Step* step, Stream stream);
+  void kda(const Layer& layer, const Input& h, const Rows& rows, const std::int32_t* slots, Way way, Stream stream);
+  void mla(const Mla& m, const Input& h, const Rows& rows, const Step* step, Stream stream);
   void head(std::int64_t first_row, std::int64_t rows, Stream stream);
   void windows(const TensorView& requests, const TensorView& widths, const TensorView& real, const TensorView& locs, Stream stream);
   void accept(const TensorView& requests, const TensorView& widths, const TensorView& real, const TensorView& accepted, Stream stream);
@@ -119,7 +119,7 @@ class Target {
   std::vector<Selection> selections_;  // [anchors]
   std::int64_t* totals_;
   // Activations.
-  float *x_, *h_, *proj_, *gate_, *out_gate_, *mixed_, *query_, *latent_, *wide_, *act_, *logits_, *features_, *final_, *scores_;
+  float *x_, *h_, *proj_, *gate_, *out_gate_, *mixed_, *query_, *latent_, *wide_, *act_, *logits_, *features_, *scores_;
 };
 
 }  // namespace specstate::runtime::cuda
