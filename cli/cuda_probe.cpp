@@ -91,7 +91,7 @@ void measure_link(const Driver& d, Device device, GpuReport& gpu) {
 
 }  // namespace
 
-CudaReport probe_cuda() {
+CudaReport probe_cuda(bool measure) {
   CudaReport report;
   void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   if (!library) {
@@ -125,7 +125,7 @@ CudaReport probe_cuda() {
     std::size_t bytes = 0;
     d.memory(&bytes, device);
     gpu.memory_gib = static_cast<double>(bytes) / (1 << 30);
-    measure_link(d, device, gpu);
+    if (measure) measure_link(d, device, gpu);
     report.devices.push_back(gpu);
   }
   return report;

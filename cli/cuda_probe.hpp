@@ -21,6 +21,6 @@ struct CudaReport {
   std::vector<GpuReport> devices;
 };
 
-CudaReport probe_cuda();
+CudaReport probe_cuda(bool measure = true);
 
 }  // namespace specstate::cli

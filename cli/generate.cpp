@@ -11,6 +11,7 @@
 #include "cuda_probe.hpp"
 #include "output.hpp"
 #include "runtime/file.hpp"
+#include "runtime/ranks.hpp"
 #include "specstate/error.hpp"
 
 namespace specstate::cli {
@@ -28,7 +29,7 @@ nlohmann::ordered_json to_json(const runtime::Report& r) {
   if (!r.note.empty()) j["note"] = r.note;
   if (r.gpu.device_bytes > 0)
     j["gpu"] = {
-        {"device_bytes", r.gpu.device_bytes}, {"pinned_bytes", r.gpu.pinned_bytes}, {"graphs", r.gpu.graphs}, {"products", r.gpu.products}};
+        {"device_bytes", r.gpu.device_bytes}, {"pinned_bytes", r.gpu.pinned_bytes}, {"graphs", r.gpu.graphs}, {"ranks", r.gpu.ranks}, {"products", r.gpu.products}};
   if (r.costs.plain > 0)
     j["costs"] = {{"plain_seconds", r.costs.plain},
                   {"dflash_draft_seconds", r.costs.dflash_draft},
@@ -81,22 +82,22 @@ std::string to_text(const runtime::Report& r) {
   return s;
 }
 
-}  // namespace
-
-int run_generate(const GenerateCommand& command) {
-  check_json(command.json);
-  if (!command.trace.empty()) check_json(command.trace);
-  if (command.device == "cuda") {
-    if (!core::cuda_built())
-      throw Error(ErrorKind::kNotImplemented, "--device cuda: this build of specstate has no CUDA kernels; use --device cpu.");
-    if (const CudaReport cuda = probe_cuda(); cuda.devices.empty())
-      throw Error(ErrorKind::kCuda, "--device cuda: expected a GPU, got none: " + cuda.problem + ".");
-  }
-  const std::string folder = command.model.empty() ? runtime::find_embedded_model() : command.model;
+std::string folder_of(const GenerateCommand& command) {
+  std::string folder = command.model.empty() ? runtime::find_embedded_model() : command.model;
   if (folder.empty())
     throw Error(
         ErrorKind::kRuntime,
         "the embedded model (models/specstate-bytes) was found neither beside this build nor installed; name a folder with --model.");
+  return folder;
+}
+
+/// In this process; as one of `ranks` where there are several. The first of them writes.
+int generate_here(const GenerateCommand& command, runtime::Ranks* ranks) {
+  const bool writes = !ranks || ranks->rank() == 0;
+  if (command.device == "cuda")
+    if (const CudaReport cuda = probe_cuda(false); cuda.devices.empty())
+      throw Error(ErrorKind::kCuda, "--device cuda: expected a GPU, got none: " + cuda.problem + ".");
+  const std::string folder = folder_of(command);
   std::vector<std::string> prompts = command.prompts;
   for (const std::string& file : command.prompt_files) prompts.push_back(runtime::read_text(file, kMaxPromptFile));
 
@@ -106,14 +107,14 @@ int run_generate(const GenerateCommand& command) {
                                 engine.top_k(), command.options.hot_slots));
   runtime::Callbacks callbacks;
   // JSON on stdout must stay JSON; a batch is written prompt by prompt when all are done.
-  const bool json_only = command.json == "-", stream = !json_only && prompts.size() == 1;
+  const bool json_only = command.json == "-", stream = writes && !json_only && prompts.size() == 1;
   if (stream)
     callbacks.text = [](std::size_t, std::string_view bytes) {
       std::fwrite(bytes.data(), 1, bytes.size(), stdout);
       std::fflush(stdout);
     };
   const bool progress =
-      isatty(STDERR_FILENO) && std::any_of(prompts.begin(), prompts.end(), [](const std::string& p) { return p.size() > 1000; });
+      writes && isatty(STDERR_FILENO) && std::any_of(prompts.begin(), prompts.end(), [](const std::string& p) { return p.size() > 1000; });
   if (progress)
     callbacks.prefill = [&](std::size_t request, int done, int total) {
       // After the last chunk the line is wiped.
@@ -123,8 +124,10 @@ int run_generate(const GenerateCommand& command) {
     };
   runtime::GenerateOptions options = command.options;
   if (command.device == "cuda") options.device = DeviceType::kCuda;
-  options.trace = !command.trace.empty();
+  options.trace = !command.trace.empty(), options.ranks = ranks;
   const runtime::Report report = engine.generate(prompts, options, callbacks);
+  const int status = report.lossless.value_or(true) ? kOk : kNotLossless;
+  if (!writes) return status;
 
   if (stream) std::fputc('\n', stdout);
   if (!json_only && !stream)
@@ -138,7 +141,34 @@ int run_generate(const GenerateCommand& command) {
   // Bytes of the text that are not UTF-8 become U+FFFD in JSON; `tokens` is exact.
   if (!command.json.empty()) write_json(command.json, to_json(report).dump(2, ' ', false, nlohmann::json::error_handler_t::replace));
   if (!command.trace.empty()) write_json(command.trace, report.trace);
-  return report.lossless.value_or(true) ? kOk : kNotLossless;
+  return status;
+}
+
+}  // namespace
+
+int run_generate(const GenerateCommand& command) {
+  check_json(command.json);
+  if (!command.trace.empty()) check_json(command.trace);
+  if (command.device == "cuda" && !core::cuda_built())
+    throw Error(ErrorKind::kNotImplemented, "--device cuda: this build of specstate has no CUDA kernels; use --device cpu.");
+  if (command.tensor_parallel == 1) return generate_here(command, nullptr);
+  const std::string folder = folder_of(command);
+  if (const int most = runtime::most_ranks(folder); command.tensor_parallel > most)
+    throw BadOption(fmt::format("--tensor-parallel: expected an integer from 1 to {} (a head of each kind of this model a rank), got '{}'", most,
+                                command.tensor_parallel));
+  // Processes are made here, before anything has started a thread or a driver.
+  constexpr double kStallSeconds = 120;
+  const runtime::RanksOutcome outcome = runtime::run_ranks(command.tensor_parallel, kStallSeconds, [&](runtime::Ranks& ranks) {
+    try {
+      return generate_here(command, &ranks);
+    } catch (const BadOption& e) {
+      ranks.fail(e.what());
+      return static_cast<int>(kUsage);
+    }
+  });
+  if (outcome.error.empty()) return outcome.status;
+  if (outcome.status == kUsage) throw BadOption(outcome.error);
+  throw Error(ErrorKind::kRuntime, outcome.error);
 }
 
 }  // namespace specstate::cli

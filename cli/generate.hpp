@@ -17,6 +17,7 @@ struct GenerateCommand {
   std::vector<std::string> prompt_files;  // their contents follow the texts
   std::string model;                      // folder; empty: the embedded one
   std::string device = "cpu";
+  int tensor_parallel = 1;  // processes with a GPU each
   std::string json;   // file or "-"; empty: none
   std::string trace;  // the same, for Chrome trace JSON of one step on a GPU
   runtime::GenerateOptions options;

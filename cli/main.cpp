@@ -104,8 +104,11 @@ int run(int argc, char** argv) {
   generate_app->add_option("--proposal", proposal, "greedy: the drafter's best ids; sampled: drawn from it, verified by rejection sampling")
       ->check(one_of({"greedy", "sampled"}))
       ->capture_default_str();
-  generate_app->add_option("--device", generate.device, "cpu, or cuda: one NVIDIA GPU")
+  generate_app->add_option("--device", generate.device, "cpu, or cuda: NVIDIA GPUs, one unless --tensor-parallel says more")
       ->check(one_of({"cpu", "cuda"}))
+      ->capture_default_str();
+  generate_app->add_option("--tensor-parallel", generate.tensor_parallel, "on GPUs: split the heads among so many, one process a card")
+      ->check(number(1, 64, "an integer from 1 to 64"))
       ->capture_default_str();
   generate_app->add_option("--model", generate.model, "model folder (default: the embedded model)")->check(not_empty());
   generate_app->add_option("--hot-slots", g.hot_slots, "device rows that cache the KV of the host, per request and layer")
@@ -182,6 +185,8 @@ int run(int argc, char** argv) {
                    "of the same distribution");
     if (g.force_accept && (g.mode == runtime::Mode::kAuto || g.mode == runtime::Mode::kPlain))
       return usage(app, "--force-accept: expected --mode dflash or dspark, got " + mode);
+    if (generate.tensor_parallel > 1 && generate.device != "cuda")
+      return usage(app, "--tensor-parallel: expected --device cuda, got " + generate.device);
     if (!generate.trace.empty() && generate.device != "cuda") return usage(app, "--trace: expected --device cuda, got " + generate.device);
     if (g.force_accept && generate.device == "cuda") return usage(app, "--force-accept: expected --device cpu, got cuda");
     try {

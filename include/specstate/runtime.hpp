@@ -27,6 +27,8 @@ SPECSTATE_API const char* name_of(Mode mode) noexcept;
 /// Where this build or installation keeps the embedded model, searched from the running executable; "" if nowhere.
 SPECSTATE_API std::string find_embedded_model();
 
+class Ranks;
+
 struct GenerateOptions {
   Mode mode = Mode::kAuto;
   /// kCuda: the whole of decoding runs on the first GPU, one graph a step (docs/decisions/0013); throws Error(kCuda) where there is none.
@@ -52,6 +54,9 @@ struct GenerateOptions {
   /// Prompt i is prefilled before step start_steps[i] (default 0), and dropped before step drop_steps[i] unless it has ended (default: never).
   std::vector<int> start_steps, drop_steps;
   bool trace = false;  ///< on a GPU: report where the time of one step goes
+  /// On a GPU: this process is one of several that decode the same prompts together, each with its share of the heads on a GPU of its own
+  /// (src/runtime/ranks.hpp; `specstate generate --tensor-parallel` makes them).
+  Ranks* ranks = nullptr;
 };
 
 /// One decoded prompt.
@@ -89,6 +94,7 @@ struct Report {
   /// What a run on a GPU took: bytes allocated before its first step, and graphs made.
   struct Gpu {
     std::int64_t device_bytes = 0, pinned_bytes = 0, graphs = 0;
+    int ranks = 1;         ///< GPUs; the bytes are those of one (the first: shared host memory is counted once)
     std::string products;  ///< "row-invariant" or "cuBLASLt"
   } gpu;
   std::string trace;             ///< with options.trace: Chrome trace JSON of one step

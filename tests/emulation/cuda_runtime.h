@@ -16,7 +16,7 @@ using std::min;
 
 struct dim3 {
   unsigned x, y, z;
-  dim3(unsigned a = 1, unsigned b = 1, unsigned c = 1) : x(a), y(b), z(c) {}
+  constexpr dim3(unsigned a = 1, unsigned b = 1, unsigned c = 1) : x(a), y(b), z(c) {}
 };
 struct uint4 {
   unsigned x, y, z, w;
@@ -27,13 +27,13 @@ struct alignas(16) float4 {
 
 #define __global__
 #define __device__
-#define __shared__ static
+#define __shared__ static thread_local  // a GPU is a thread's
 #define __launch_bounds__(...)
 #define SPECSTATE_DYNAMIC_SHARED(name) float4* name = emulation::dynamic_shared
 
 namespace emulation {
-extern float4* dynamic_shared;
-extern std::uint64_t exchange[1024];  // a word for each thread
+extern __thread float4* dynamic_shared;
+extern __thread std::uint64_t exchange[1024];  // a word for each thread
 unsigned thread();
 void sync_block();
 void sync_warp();
@@ -46,7 +46,7 @@ struct ThreadIdx {
 }  // namespace emulation
 
 inline const emulation::ThreadIdx threadIdx;
-extern dim3 blockIdx, blockDim, gridDim;
+extern __thread dim3 blockIdx, blockDim, gridDim;
 
 inline void __syncthreads() { emulation::sync_block(); }
 inline void __syncwarp() { emulation::sync_warp(); }
@@ -120,6 +120,9 @@ inline cudaError_t cudaMalloc(void** p, std::size_t bytes) {
   return *p ? cudaSuccess : cudaErrorMemoryAllocation;
 }
 inline cudaError_t cudaHostAlloc(void** p, std::size_t bytes, unsigned) { return cudaMalloc(p, bytes); }
+enum { cudaHostRegisterMapped = 2, cudaHostRegisterPortable = 1 };
+inline cudaError_t cudaHostRegister(void*, std::size_t, unsigned) { return cudaSuccess; }
+inline cudaError_t cudaHostUnregister(void*) { return cudaSuccess; }
 inline cudaError_t cudaFree(void* p) { return std::free(p), cudaSuccess; }
 inline cudaError_t cudaFreeHost(void* p) { return std::free(p), cudaSuccess; }
 inline cudaError_t cudaMemset(void* p, int value, std::size_t bytes) { return std::memset(p, value, bytes), cudaSuccess; }

@@ -9,12 +9,12 @@
 #include "runtime/cuda/memory.hpp"
 #include "runtime/cuda/run.hpp"
 
-dim3 blockIdx, blockDim, gridDim;
+__thread dim3 blockIdx, blockDim, gridDim;
 
 namespace emulation {
 
-float4* dynamic_shared;
-std::uint64_t exchange[1024];
+__thread float4* dynamic_shared;
+__thread std::uint64_t exchange[1024];
 
 namespace {
 
@@ -29,12 +29,13 @@ struct Barrier {
   int arrived = 0;
   unsigned passed = 0;
 };
-std::vector<Fiber> fibers(1024);
-jmp_buf outside;
-unsigned count, current;
-int alive;
-Barrier block_barrier, warp_barrier[32];
-const std::function<void()>* body;
+// Each thread of the program has a GPU of its own: so ranks are threads.
+thread_local std::vector<Fiber> fibers(1024);
+__thread jmp_buf outside;
+__thread unsigned count, current;
+__thread int alive;
+__thread Barrier block_barrier, warp_barrier[32];
+__thread const std::function<void()>* body;
 
 void entry();
 [[noreturn]] void resume(Fiber& f) {
@@ -124,7 +125,7 @@ namespace specstate::runtime::cuda {
 Device gpu() { return {}; }
 /// Work cannot be captured where it is done at once: capturing notes it, launching does it.
 namespace {
-std::vector<std::function<void()>> captured;
+thread_local std::vector<std::function<void()>> captured;
 }
 Graph::Graph(const Queue&, const std::function<void()>& enqueue) : exec_(reinterpret_cast<cudaGraphExec_t>(captured.size())) {
   captured.push_back(enqueue);
@@ -134,7 +135,7 @@ void Graph::launch(const Queue&) const { captured[reinterpret_cast<std::size_t>(
 
 Report decode(const Checkpoint& model, const std::vector<std::vector<int>>& prompts, const GenerateOptions& options, Mode mode,
               const Callbacks& callbacks, States* states) {
-  return run(model, prompts, options, mode, callbacks, states);
+  return run(model, prompts, options, mode, callbacks, states, nullptr);
 }
 
 }  // namespace specstate::runtime::cuda

@@ -11,13 +11,32 @@ std::size_t at(i64 i) { return static_cast<std::size_t>(i); }
 }  // namespace
 
 Drafter::Drafter(const DraftWeights& weights, const TargetWeights& target, const Limits& limits, const Tables& tables,
-                 const Constants& constants, specstate::cuda::CublasLt* lt, Memory& memory)
-    : config_(weights.config), limits_(limits), tables_(tables), constants_(constants) {
+                 const Constants& constants, specstate::cuda::CublasLt* lt, Memory& memory, const Exchange& exchange)
+    : config_(weights.config), limits_(limits), tables_(tables), constants_(constants), exchange_(exchange) {
+  const i64 all_heads = config_.heads, all_kv = config_.kv_heads, size = exchange_.group ? exchange_.group->size() : 1;
+  heads_ = {0, all_heads}, kv_heads_ = {0, all_kv};
+  units_ = all_heads, unit_ = config_.head_dim;
+  if (all_kv >= size) {
+    const i64 queries = all_heads / all_kv;
+    kv_heads_ = part_of(exchange_.group, all_kv), heads_ = {kv_heads_.begin * queries, kv_heads_.count * queries};
+    units_ = all_kv, unit_ = queries * config_.head_dim;
+  } else if (all_kv == 1 && all_heads >= size) {
+    heads_ = part_of(exchange_.group, all_heads);
+  }
+  mlp_part_ = config_.intermediate >= size ? part_of(exchange_.group, config_.intermediate) : Part{0, config_.intermediate};
   const auto floats_of = [&](const Floats& v) { return memory.upload(v.data(), static_cast<i64>(v.size()), "weights"); };
+  const i64 L = config_.layers, N = kv_heads_.count, D = config_.head_dim;
   for (const DraftLayerWeights& l : weights.layers)
-    layers_.push_back({floats_of(l.input_norm), floats_of(l.post_norm), floats_of(l.q_norm), floats_of(l.k_norm), upload(memory, l.qkv, lt),
-                       upload(memory, l.out, lt), upload(memory, l.gate_up, lt), upload(memory, l.down, lt)});
-  fc_ = upload(memory, weights.fc, lt), head_ = upload(memory, target.head, lt);
+    layers_.push_back({floats_of(l.input_norm), floats_of(l.post_norm), floats_of(l.q_norm), floats_of(l.k_norm), 
+                       upload_rows(memory, l.qkv,
+                                   {{heads_.begin * D, heads_.count * D},
+                                    {(all_heads + kv_heads_.begin) * D, kv_heads_.count * D},
+                                    {(all_heads + all_kv + kv_heads_.begin) * D, kv_heads_.count * D}},
+                                   lt),
+                       upload_split(memory, l.out, exchange_, lt),
+                       upload_rows(memory, l.gate_up, {mlp_part_, {config_.intermediate + mlp_part_.begin, mlp_part_.count}}, lt),
+                       upload_split(memory, l.down, exchange_, lt)});
+  fc_ = upload_split(memory, weights.fc, exchange_, lt), head_ = upload_split(memory, target.head, exchange_, lt);
   hidden_norm_ = floats_of(weights.hidden_norm), norm_ = floats_of(weights.norm), embed_ = floats_of(target.embed);
   if (config_.kind == DrafterKind::kDSpark)
     markov_embed_ = floats_of(weights.markov_embed), markov_proj_ = upload(memory, weights.markov_proj);
@@ -33,20 +52,28 @@ Drafter::Drafter(const DraftWeights& weights, const TargetWeights& target, const
     }
   }
   rope_ = floats_of(table);
-  const i64 kv = i64{config_.kv_heads} * config_.head_dim, pool = config_.layers * R * limits_.context * kv;
+  const i64 kv = N * D, pool = config_.layers * R * limits_.context * kv;
   k_pool_ = memory.device<std::uint16_t>(pool, "draft keys"), v_pool_ = memory.device<std::uint16_t>(pool, "draft values");
 
   const i64 rows = limits_.batch * B, context_rows = std::max<i64>(limits_.batch * limits_.window, limits_.chunk);
   const auto activations = [&](i64 n, i64 width) { return memory.device<float>(n * width, "the drafter's activations"); };
   ids_ = memory.device<i64>(rows, "the drafter's activations");
-  x_ = activations(rows, d), h_ = activations(rows, d), qkv_ = activations(rows, (config_.heads + 2 * config_.kv_heads) * config_.head_dim);
-  mixed_ = activations(rows, config_.heads * config_.head_dim), wide_ = activations(rows, 2 * F), act_ = activations(rows, F);
+  x_ = activations(rows, d), h_ = activations(rows, d), qkv_ = activations(rows, (heads_.count + 2 * N) * D);
+  all_mixed_ = mixed_ = activations(rows, all_heads * D);
+  if (exchange_.group) all_mixed_ = activations(rows, all_heads * D);
+  wide_ = activations(rows, 2 * F), act_ = activations(rows, F);
   logits_ = activations(rows, config_.vocab), ctx_ = activations(context_rows, d);
 
-  const i64 L = config_.layers, N = config_.kv_heads, D = config_.head_dim, pool_rows = R * limits_.context;
+  const i64 pool_rows = R * limits_.context;
+  // [K rows of our heads, V rows of them] of each layer.
+  std::vector<std::uint16_t> kv_weight;
+  for (i64 l = 0; l < 2 * L; ++l) {
+    const auto from = weights.kv_weight.begin() + (l * all_kv + kv_heads_.begin) * D * d;
+    kv_weight.insert(kv_weight.end(), from, from + N * D * d);
+  }
   k_view_ = on_gpu(k_pool_, DType::kBFloat16, {L, pool_rows, N, D}), v_view_ = on_gpu(v_pool_, DType::kBFloat16, {L, pool_rows, N, D});
   params_.ctx_hidden = on_gpu(ctx_, DType::kFloat32, {context_rows, d});
-  params_.kv_weight = on_gpu(memory.upload(weights.kv_weight.data(), static_cast<i64>(weights.kv_weight.size()), "weights"),
+  params_.kv_weight = on_gpu(memory.upload(kv_weight.data(), static_cast<i64>(kv_weight.size()), "weights"),
                              DType::kBFloat16, {L, 2 * N * D, d});
   params_.k_norm_weight = on_gpu(floats_of(weights.k_norms), DType::kFloat32, {L, D});
   params_.eps = on_gpu(floats_of(Floats(at(L), config_.rms_eps)), DType::kFloat32, {L});
@@ -80,7 +107,7 @@ void Drafter::materialize(int request, int begin, int count, const float* featur
 
 void Drafter::propose(const Step& step, const Choice& choice, double* probabilities, Stream stream) {
   const Rows rows = step.rows();
-  const i64 B = config_.block, M = step.batch * B, d = config_.hidden, D = config_.head_dim, heads = config_.heads, kv = config_.kv_heads,
+  const i64 B = config_.block, M = step.batch * B, d = config_.hidden, D = config_.head_dim, heads = heads_.count, kv = kv_heads_.count,
             F = config_.intermediate, width = (heads + 2 * kv) * D, V = config_.vocab, pool = i64{limits_.requests} * limits_.context;
   block_ids(rows, B, tables_.last, config_.mask_id, ids_, stream);
   embed(embed_, d, ids_, M, x_, stream);
@@ -92,9 +119,10 @@ void Drafter::propose(const Step& step, const Choice& choice, double* probabilit
     const i64 before = static_cast<i64>(l) * pool * kv * D;
     block_attention(rows, B, qkv_, width, heads, kv, D, config_.window[l], limits_.context, k_pool_ + before, v_pool_ + before,
                     limits_.context, mixed_, stream);
-    matmul(layer.out, plain(mixed_, heads * D), M, x_, d, stream, x_);
-    matmul(layer.gate_up, normed(x_, d, layer.post_norm, config_.rms_eps, h_), M, wide_, 2 * F, stream);
-    matmul(layer.down, swiglu_of(wide_, 2 * F, act_), M, x_, d, stream, x_);
+    const float* mixed = mixed_;
+    if (heads < config_.heads) gather_columns(exchange_, mixed_, M, units_, unit_, all_mixed_, config_.heads * D, false, stream), mixed = all_mixed_;
+    matmul(layer.out, plain(mixed, config_.heads * D), M, x_, d, stream, x_);
+    mlp(layer.gate_up, layer.down, normed(x_, d, layer.post_norm, config_.rms_eps, h_), M, F, wide_, act_, x_, d, exchange_, stream);
   }
   // Rows that predict: all of DSpark's, all but the first of DFlash's.
   matmul(head_, normed(x_, d, norm_, config_.rms_eps, h_), M, logits_, V, stream);

@@ -14,7 +14,7 @@ namespace specstate::runtime::cuda {
 class Drafter {
  public:
   Drafter(const DraftWeights& weights, const TargetWeights& target, const Limits& limits, const Tables& tables, const Constants& constants,
-          specstate::cuda::CublasLt* lt, Memory& memory);
+          specstate::cuda::CublasLt* lt, Memory& memory, const Exchange& exchange = {});
   int proposals() const { return config_.proposals(); }
   const std::vector<int>& feature_layers() const { return config_.feature_layers; }
   /// Fills columns 1.. of the step's candidates; `probabilities` [batch, G, V]: proposals are drawn from them.
@@ -34,6 +34,11 @@ class Drafter {
   Limits limits_;
   Tables tables_;
   Constants constants_;
+  const Exchange exchange_;
+  // This rank's heads: groups of queries with their key head; of one key head (multi-query) queries alone; else, and where there are fewer than
+  // ranks, all. `units` of `unit` channels are what an exchange of attention's output consists of.
+  Part heads_, kv_heads_, mlp_part_;
+  std::int64_t units_ = 0, unit_ = 0;
   struct Layer {
     float *input_norm, *post_norm, *q_norm, *k_norm;
     Matrix qkv, out, gate_up, down;
@@ -46,7 +51,7 @@ class Drafter {
   TensorView k_view_, v_view_;
   draft_kv::MaterializeIntoPoolParams params_;  // all but the rows
   std::int64_t* ids_;
-  float *x_, *h_, *qkv_, *mixed_, *wide_, *act_, *logits_, *ctx_;
+  float *x_, *h_, *qkv_, *mixed_, *all_mixed_, *wide_, *act_, *logits_, *ctx_;
 };
 
 }  // namespace specstate::runtime::cuda

@@ -7,6 +7,7 @@
 // operations of rows.cu.
 #include <algorithm>
 
+#include "core/numeric.hpp"
 #include "cuda/launch.hpp"
 #include "runtime/cuda/math.cuh"
 #include "runtime/cuda/memory.hpp"
@@ -116,7 +117,38 @@ Matrix upload(Memory& memory, const cpu::PackedMatrix& m, specstate::cuda::Cubla
   return w;
 }
 
+Matrix upload_rows(Memory& memory, const cpu::PackedMatrix& m, const std::vector<Part>& rows, specstate::cuda::CublasLt* lt) {
+  i64 n = 0;
+  for (const Part& p : rows) n += p.count;
+  if (n == m.n()) return upload(memory, m, lt);
+  cpu::PackedMatrix some(n, m.k(), m.dtype());
+  std::vector<core::bfloat16> dense;
+  n = 0;
+  for (const Part& p : rows) {
+    dense.clear();
+    for (i64 r = p.begin; r < p.begin + p.count; ++r)
+      for (i64 c = 0; c < m.k(); ++c) dense.push_back(core::from_float<core::bfloat16>(m.at(r, c)));
+    some.set_rows(n, p.count, dense.data(), m.k());
+    n += p.count;
+  }
+  return upload(memory, some, lt);
+}
+
+Matrix upload_split(Memory& memory, const cpu::PackedMatrix& m, const Exchange& exchange, specstate::cuda::CublasLt* lt) {
+  if (!exchange.group || m.n() < exchange.group->size()) return upload(memory, m, lt);
+  Matrix w = upload_rows(memory, m, {exchange.group->part_of(m.n())}, lt);
+  w.split = &exchange, w.whole = m.n();
+  return w;
+}
+
 void matmul(const Matrix& w, const Input& in, i64 rows, float* y, i64 y_stride, Stream stream, const float* add) {
+  if (w.split) {
+    Matrix own = w;
+    own.split = nullptr;
+    matmul(own, in, rows, w.split->part, w.n, stream);
+    gather_columns(*w.split, w.split->part, rows, w.whole, 1, y, y_stride, add != nullptr, stream);
+    return;
+  }
   if (w.lt && (add == nullptr || add == y)) {
     Input dense = in;
     if (in.as != Input::As::kPlain) dense.x = in.room, dense.stride = w.k;
@@ -128,6 +160,18 @@ void matmul(const Matrix& w, const Input& in, i64 rows, float* y, i64 y_stride, 
   Heads heads{};
   heads.w[0] = w.words;
   enqueue(heads, 1, w, in, rows, y, y_stride, add, stream);
+}
+
+void mlp(const Matrix& gate_up, const Matrix& down, const Input& h, i64 rows, i64 F, float* wide, float* act, float* x, i64 d,
+         const Exchange& exchange, Stream stream) {
+  matmul(gate_up, h, rows, wide, gate_up.n, stream);
+  if (gate_up.n == 2 * F) {
+    matmul(down, swiglu_of(wide, 2 * F, act), rows, x, d, stream, x);
+    return;
+  }
+  swiglu(wide, rows, gate_up.n / 2, exchange.part, stream);
+  gather_columns(exchange, exchange.part, rows, F, 1, act, F, false, stream);
+  matmul(down, plain(act, F), rows, x, d, stream, x);
 }
 
 void matmul_heads(const std::vector<Matrix>& w, const float* x, i64 x_stride, i64 x_step, i64 rows, float* y, i64 y_stride, i64 y_step,

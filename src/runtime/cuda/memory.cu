@@ -1,3 +1,4 @@
+#include <atomic>
 #include <string>
 
 #include "cuda/launch.hpp"
@@ -6,7 +7,7 @@
 namespace specstate::runtime::cuda {
 
 namespace {
-std::int64_t made = 0, failing = -1, living = 0;
+std::atomic<std::int64_t> made = 0, failing = -1, living = 0;  // ranks of a test are threads
 }
 
 std::int64_t Memory::fail_at(std::int64_t n) {
@@ -16,20 +17,32 @@ std::int64_t Memory::fail_at(std::int64_t n) {
 
 std::int64_t Memory::alive() { return living; }
 
-void* Memory::take(std::int64_t bytes, bool pinned, const char* what) {
+void* Memory::take(std::int64_t bytes, Kind kind, const char* what, Group* group) {
+  const bool pinned = kind != Kind::kDevice, shared = kind == Kind::kShared;
   const std::size_t size = bytes > 0 ? static_cast<std::size_t>(bytes) : 1;
-  void* p = nullptr;
+  void* p = shared ? group->share(static_cast<std::int64_t>(size)) : nullptr;
   cudaError_t error = cudaErrorMemoryAllocation;
-  if (made++ != failing) error = pinned ? cudaHostAlloc(&p, size, cudaHostAllocMapped | cudaHostAllocPortable) : cudaMalloc(&p, size);
+  if (made++ != failing) {
+    error = shared   ? cudaHostRegister(p, size, cudaHostRegisterMapped | cudaHostRegisterPortable)
+            : pinned ? cudaHostAlloc(&p, size, cudaHostAllocMapped | cudaHostAllocPortable)
+                     : cudaMalloc(&p, size);
+  }
   if (error != cudaSuccess) {
+    if (shared) group->unshare(p, static_cast<std::int64_t>(size));
     (void)cudaGetLastError();
     throw Error(ErrorKind::kRuntime, std::string("generate: expected ") + std::to_string(size) + " bytes of " +
                                          (pinned ? "pinned host memory" : "device memory") + " for " + what + ", got " +
                                          cudaGetErrorName(error) + " (" + std::to_string(pinned ? pinned_bytes_ : device_bytes_) +
                                          " bytes were taken before).");
   }
-  (pinned ? pinned_ : device_).push_back(p);
   ++living;
+  if (shared) {
+    // Zero until a rank writes it; whoever comes late must not wipe it.
+    shared_.push_back({p, static_cast<std::int64_t>(size), group});
+    if (group->rank() == 0) pinned_bytes_ += bytes;
+    return p;
+  }
+  (pinned ? pinned_ : device_).push_back(p);
   (pinned ? pinned_bytes_ : device_bytes_) += bytes;
   SPECSTATE_CUDA_CHECK(cudaMemset(p, 0, size));
   return p;
@@ -43,7 +56,8 @@ void Memory::settle() { SPECSTATE_CUDA_CHECK(cudaDeviceSynchronize()); }
 
 // Errors of a destructor have nowhere to go: whatever caused them was thrown by the call that met it.
 Memory::~Memory() {
-  living -= static_cast<std::int64_t>(device_.size() + pinned_.size());
+  living -= static_cast<std::int64_t>(device_.size() + pinned_.size() + shared_.size());
+  for (const Shared& s : shared_) (void)cudaHostUnregister(s.address), s.group->unshare(s.address, s.bytes);
   for (void* p : device_) (void)cudaFree(p);
   for (void* p : pinned_) (void)cudaFreeHost(p);
 }

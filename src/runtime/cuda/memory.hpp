@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "runtime/cuda/group.hpp"
 #include "specstate/stream.hpp"
 #include "specstate/tensor.hpp"
 
@@ -23,12 +24,17 @@ class Memory {
 
   template <class T>
   T* device(std::int64_t count, const char* what) {
-    return static_cast<T*>(take(count * static_cast<std::int64_t>(sizeof(T)), false, what));
+    return static_cast<T*>(take(count * static_cast<std::int64_t>(sizeof(T)), Kind::kDevice, what));
   }
   /// Pinned memory of the host that the GPU reads and writes.
   template <class T>
   T* pinned(std::int64_t count, const char* what) {
-    return static_cast<T*>(take(count * static_cast<std::int64_t>(sizeof(T)), true, what));
+    return static_cast<T*>(take(count * static_cast<std::int64_t>(sizeof(T)), Kind::kPinned, what));
+  }
+  /// The same, one for all ranks of a group; pinned_bytes counts it on its first rank only. (No group: pinned.)
+  template <class T>
+  T* shared(Group* group, std::int64_t count, const char* what) {
+    return static_cast<T*>(take(count * static_cast<std::int64_t>(sizeof(T)), group ? Kind::kShared : Kind::kPinned, what, group));
   }
   template <class T>
   T* upload(const T* values, std::int64_t count, const char* what) {
@@ -48,9 +54,16 @@ class Memory {
   static std::int64_t alive();
 
  private:
-  void* take(std::int64_t bytes, bool pinned, const char* what);
+  enum class Kind : std::uint8_t { kDevice, kPinned, kShared };
+  void* take(std::int64_t bytes, Kind kind, const char* what, Group* group = nullptr);
 
   std::vector<void*> device_, pinned_;
+  struct Shared {
+    void* address;
+    std::int64_t bytes;
+    Group* group;
+  };
+  std::vector<Shared> shared_;
   std::int64_t device_bytes_ = 0, pinned_bytes_ = 0;
 };
 

@@ -8,6 +8,7 @@
 
 #include "cpu/matmul.hpp"
 #include "cuda/cublaslt.hpp"
+#include "runtime/cuda/group.hpp"
 #include "specstate/stream.hpp"
 
 namespace specstate::runtime::cuda {
@@ -21,8 +22,15 @@ struct Matrix {
   /// Where the bits need not be plain decoding's: the same as dense float32, and who multiplies it.
   const float* dense = nullptr;
   specstate::cuda::CublasLt* lt = nullptr;
+  /// These are a rank's outputs of a matrix with n = `whole`: a product computes them and gets the others from the other ranks.
+  const Exchange* split = nullptr;
+  std::int64_t whole = 0;
 };
 Matrix upload(Memory& memory, const cpu::PackedMatrix& matrix, specstate::cuda::CublasLt* lt = nullptr);
+/// Only the outputs in `rows`, one run behind the other: another matrix.
+Matrix upload_rows(Memory& memory, const cpu::PackedMatrix& matrix, const std::vector<Part>& rows, specstate::cuda::CublasLt* lt);
+/// Split by outputs where there is a group.
+Matrix upload_split(Memory& memory, const cpu::PackedMatrix& matrix, const Exchange& exchange, specstate::cuda::CublasLt* lt);
 
 /// What a product reads: rows of x, rows of rms_norm(x), or of swiglu(x) (x then has 2k columns). The last two are computed where the product stages
 /// its rows, by every block for itself: a launch costs more than that. `room` [rows, k] is for products that cannot (cuBLASLt's).
@@ -42,11 +50,22 @@ inline Input swiglu_of(const float* x, std::int64_t stride, float* room) { retur
 
 /// y [rows, n] = input [rows, k] w^T (+ add, which may be y): one chain of multiply-adds over rising k an output, as on the CPU; or cuBLASLt's product,
 /// where w has it and `add` is nothing or y.
+/// Of a split w all ranks' outputs (`add` must be y or nothing).
 void matmul(const Matrix& w, const Input& input, std::int64_t rows, float* y, std::int64_t y_stride, Stream stream,
             const float* add = nullptr);
 /// The same for matrices of one shape, head h at x + h x_step and y + h y_step.
 void matmul_heads(const std::vector<Matrix>& w, const float* x, std::int64_t x_stride, std::int64_t x_step, std::int64_t rows, float* y,
                   std::int64_t y_stride, std::int64_t y_step, Stream stream);
+
+/// to [rows, units unit] (= or, where `add`, +=) what the ranks have side by side: each the columns of its part of the `units`, dense at `mine`.
+void gather_columns(const Exchange& exchange, const float* mine, std::int64_t rows, std::int64_t units, std::int64_t unit, float* to,
+                    std::int64_t to_stride, bool add, Stream stream);
+/// values[0..n) = the sums over the ranks; room [size, n].
+void sum_over_ranks(Group& group, std::uint64_t* values, std::int64_t n, std::uint64_t* room, Stream stream);
+
+/// x [rows, d] += down swiglu(gate_up h): gate_up has this rank's columns of both halves of F, `down` is split by outputs where there is a group.
+void mlp(const Matrix& gate_up, const Matrix& down, const Input& h, std::int64_t rows, std::int64_t F, float* wide, float* act, float* x,
+         std::int64_t d, const Exchange& exchange, Stream stream);
 
 /// The rows of a forward: `batch` windows of `width` rows each; only the first *real windows count.
 struct Rows {

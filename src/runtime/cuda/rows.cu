@@ -44,8 +44,39 @@ __global__ void __launch_bounds__(kThreads) copy_rows(const float* from, i64 fro
   if (i < rows * d) to[i / d * to_stride + i % d] = from[i / d * from_stride + i % d];
 }
 
+// parts [size, rows, most]: the head of a column says whose it is (group.hpp: part_of), and where among that rank's.
+template <bool kAdd>
+__global__ void __launch_bounds__(kThreads)
+    merge_columns(const float* parts, i64 size, i64 part_step, i64 rows, i64 units, i64 unit, float* to, i64 to_stride) {
+  const i64 i = my_element(), n = units * unit;
+  if (i >= rows * n) return;
+  const i64 row = i / n, c = i % n, r = ((c / unit + 1) * size - 1) / units, begin = r * units / size * unit,
+            width = (r + 1) * units / size * unit - begin;
+  const float v = parts[r * part_step + row * width + c - begin];
+  to[row * to_stride + c] = kAdd ? v + to[row * to_stride + c] : v;
+}
+
+__global__ void __launch_bounds__(kThreads) add_ranks(const std::uint64_t* parts, i64 size, i64 n, std::uint64_t* values) {
+  const i64 i = my_element();
+  if (i >= n) return;
+  std::uint64_t sum = 0;
+  for (i64 r = 0; r < size; ++r) sum += parts[r * n + i];
+  values[i] = sum;
+}
+
 }  // namespace
 
+void gather_columns(const Exchange& e, const float* mine, i64 rows, i64 units, i64 unit, float* to, i64 to_stride, bool add, Stream stream) {
+  const i64 size = e.group->size(), step = rows * e.group->largest_part_of(units) * unit;
+  if (step > e.most) throw Error(ErrorKind::kInternal, "internal error: an exchange is larger than its room");
+  e.group->all_gather(mine, e.parts, step * 4, stream);
+  launch(add ? merge_columns<true> : merge_columns<false>, {blocks_for(rows * units * unit, kThreads), kThreads}, stream, e.parts, size, step,
+         rows, units, unit, to, to_stride);
+}
+void sum_over_ranks(Group& group, std::uint64_t* values, i64 n, std::uint64_t* room, Stream stream) {
+  group.all_gather(values, room, n * 8, stream);
+  launch(add_ranks, {blocks_for(n, kThreads), kThreads}, stream, room, group.size(), n, values);
+}
 void embed(const float* table, i64 d, const i64* ids, i64 rows, float* x, Stream stream) {
   launch(embed_rows, {blocks_for(rows * d, kThreads), kThreads}, stream, table, d, ids, rows, x);
 }

@@ -55,7 +55,7 @@ struct Prompt {
 class Run {
  public:
   Run(const Checkpoint& model, const std::vector<std::vector<int>>& prompts, const GenerateOptions& options, Mode mode,
-      const Callbacks& callbacks, States* states);
+      const Callbacks& callbacks, States* states, Group* group);
   Report finish();
 
  private:
@@ -69,12 +69,15 @@ class Run {
   void end(int prompt, const char* why);
   void record_states(i64 entry);
   void choose_shape();
+  void decode();
+  i64 of_first_rank(i64 value);
 
   const Checkpoint& model_;
   const TargetConfig& config_;
   const GenerateOptions& options_;
   const Callbacks& callbacks_;
   States* states_;
+  Group* group_;
   Mode mode_;
   int window_, requests_;
   Limits limits_;
@@ -83,6 +86,9 @@ class Run {
   Queue queue_;
   std::optional<specstate::cuda::CublasLt> lt_;  // where the bits need not be plain decoding's
   Trace trace_;
+  Exchange exchange_;
+  std::uint64_t* rank_digests_ = nullptr;  // [ranks, R] device
+  i64 *word_ = nullptr, *words_ = nullptr, *told_ = nullptr;  // device [1], [ranks]; pinned [1]
   Tables tables_;
   Constants constants_;
   Step all_;  // for the largest batch; smaller ones use its memory
@@ -130,8 +136,8 @@ class Run {
 };
 
 Run::Run(const Checkpoint& model, const std::vector<std::vector<int>>& prompts, const GenerateOptions& options, Mode mode,
-         const Callbacks& callbacks, States* states)
-    : model_(model), config_(model.target.config), options_(options), callbacks_(callbacks), states_(states), mode_(mode) {
+         const Callbacks& callbacks, States* states, Group* group)
+    : model_(model), config_(model.target.config), options_(options), callbacks_(callbacks), states_(states), group_(group), mode_(mode) {
   window_ = window_of(model, mode);
   requests_ = std::min<int>(options.max_batch, static_cast<int>(prompts.size()));
   if (config_.vocab > 4096) core::throw_not_implemented("generate: --device cuda: a vocabulary of more than 4096 ids.");
@@ -181,6 +187,23 @@ Run::Run(const Checkpoint& model, const std::vector<std::vector<int>>& prompts, 
   if (!limits_.exact && specstate::cuda::CublasLt::here())
     lt_.emplace(memory_.device<char>(kWorkspace, "workspace of products"), kWorkspace);
   report_.gpu.products = lt_ ? "cuBLASLt" : "row-invariant";
+  if (group_) {
+    // Room for the widest exchange: a product's outputs, the MLP's columns, attention's and KDA's heads. Ranks' parts of n are n / size rounded up.
+    i64 rows = std::max<i64>(B * W, options.chunk), most = std::max<i64>({config_.vocab, config_.hidden, config_.intermediate});
+    for (const auto* weights : {&model.dspark, &model.dflash})
+      if (*weights)
+        rows = std::max<i64>(rows, B * (*weights)->config.block), most = std::max<i64>(most, (*weights)->config.intermediate);
+    i64 part = group_->largest_part_of(most);
+    part = std::max(part, group_->largest_part_of(config_.kda_heads) * config_.kda_dim);
+    part = std::max(part, group_->largest_part_of(config_.mla_heads) * config_.v_dim);
+    for (const auto* weights : {&model.dspark, &model.dflash})
+      if (*weights) part = std::max<i64>(part, i64{(*weights)->config.heads} * (*weights)->config.head_dim);
+    exchange_ = {group_, memory_.device<float>(rows * part, "exchanges of ranks"),
+                 memory_.device<float>(group_->size() * rows * part, "exchanges of ranks"), rows * part};
+    rank_digests_ = memory_.device<std::uint64_t>(group_->size() * R, "digests");
+    word_ = memory_.device<i64>(1, "exchanges of ranks"), words_ = memory_.device<i64>(group_->size(), "exchanges of ranks");
+    told_ = memory_.pinned<i64>(1, "exchanges of ranks");
+  }
   std::vector<int> features;
   for (const auto& [of, weights] : {std::pair(Mode::kDSpark, &model.dspark), std::pair(Mode::kDFlash, &model.dflash)}) {
     if (!weights->has_value() || (mode != of && mode != Mode::kAuto)) continue;
@@ -188,11 +211,12 @@ Run::Run(const Checkpoint& model, const std::vector<std::vector<int>>& prompts, 
     if (!drafters_.empty() &&
         ((*weights)->config.feature_layers != features || (*weights)->config.proposals() != drafters_[0]->proposals()))
       continue;
-    drafters_.push_back(std::make_unique<Drafter>(**weights, model.target, limits_, tables_, constants_, lt_ ? &*lt_ : nullptr, memory_));
+    drafters_.push_back(std::make_unique<Drafter>(**weights, model.target, limits_, tables_, constants_, lt_ ? &*lt_ : nullptr, memory_,
+                                                  exchange_));
     names_.push_back(name_of(of));
     features = drafters_[0]->feature_layers();
   }
-  target_.emplace(model.target, limits_, features, tables_, constants_, lt_ ? &*lt_ : nullptr, trace_, memory_);
+  target_.emplace(model.target, limits_, features, tables_, constants_, lt_ ? &*lt_ : nullptr, trace_, memory_, exchange_);
   totals_ = memory_.pinned<i64>(2 * target_->anchors(), "totals");
 
   report_.mode = mode;
@@ -218,7 +242,16 @@ Run::Run(const Checkpoint& model, const std::vector<std::vector<int>>& prompts, 
   for (i64 i = 0; i < kEntries; ++i) events_.emplace_back();
   if (states_) states_->assign(prompts.size(), {});
   Memory::settle();
+  // The queue's end waits for its work, and that may wait for a rank that is gone.
+  try {
+    decode();
+  } catch (...) {
+    if (group_) group_->abort();
+    throw;
+  }
+}
 
+void Run::decode() {
   double prefill_seconds = 0;
   auto begin = std::chrono::steady_clock::now();
   for (;;) {
@@ -239,6 +272,7 @@ Run::Run(const Checkpoint& model, const std::vector<std::vector<int>>& prompts, 
     }
     for (const int p : prompt_of_) active |= p >= 0;
     if (!waiting && !active) break;
+    if (group_) group_->beat();
     if (active)
       step();
     else
@@ -266,6 +300,7 @@ void Run::start(int prompt) {
       if (d)
         d->materialize(p.slot, begin, count, target_->features(), s), report_.draft_kv.tokens_materialized += count,
             report_.draft_kv.bytes_written += count * d->bytes_of_token();
+    if (group_) group_->beat();
     if (callbacks_.prefill) callbacks_.prefill(at(prompt), begin + count, total);
   }
   const Rows last{1, 1, constants_.one(), constants_.iota + p.slot, constants_.iota + total - 1, p.device + total - 1};
@@ -294,6 +329,7 @@ void Run::end(int prompt, const char* why) {
   if (p.slot < 0) return;
   fill(digest_, 0, 8, queue_.stream());
   target_->digest(p.slot, 1, digest_, queue_.stream());
+  if (group_) sum_over_ranks(*group_, digest_, 1, rank_digests_, queue_.stream());
   copy(digests_ + prompt, digest_, 8, queue_.stream());
   prompt_of_[at(p.slot)] = -1;
   p.slot = -1;
@@ -304,6 +340,7 @@ void Run::record_states(i64 entry) {
   const i64 R = requests_;
   fill(digest_, 0, R * 8, queue_.stream());
   target_->digest(0, requests_, digest_, queue_.stream());
+  if (group_) sum_over_ranks(*group_, digest_, R, rank_digests_, queue_.stream());
   copy(recorded_digests_ + entry * R, digest_, R * 8, queue_.stream());
   copy(recorded_lengths_ + entry * R, tables_.lengths, R * 4, queue_.stream());
 }
@@ -383,6 +420,18 @@ void Run::step() {
   if (choosing_) choose_shape();
 }
 
+/// What only a clock can say must be the same everywhere, or ranks would enqueue different steps.
+i64 Run::of_first_rank(i64 value) {
+  if (!group_) return value;
+  const Stream s = queue_.stream();
+  *told_ = value;
+  copy(word_, told_, 8, s);
+  group_->all_gather(word_, words_, 8, s);
+  copy(told_, words_, 8, s);
+  queue_.wait();
+  return *told_;
+}
+
 /// What was enqueued last wrote an entry of the ring.
 void Run::publish(int kind) {
   const i64 entry = written_++ % kEntries;
@@ -449,7 +498,7 @@ void Run::choose_shape() {
   speed_[at(kind_ + 1)] = static_cast<double>(emitted_tokens_ - trial_tokens_) / seconds_since(trial_begin_);
   trial_step_ = 0;
   if (++kind_ < static_cast<int>(drafters_.size())) return;
-  kind_ = static_cast<int>(std::max_element(speed_.begin(), speed_.end()) - speed_.begin()) - 1;
+  kind_ = static_cast<int>(of_first_rank(std::max_element(speed_.begin(), speed_.end()) - speed_.begin())) - 1;
   choosing_ = false;
   for (std::size_t d = 0; d < drafters_.size(); ++d)
     if (static_cast<int>(d) != kind_) drafters_[d].reset();
@@ -476,6 +525,7 @@ Report Run::finish() {
   report_.mean_accepted_length = report_.steps ? static_cast<double>(report_.committed_tokens) / static_cast<double>(report_.steps) : 0.0;
   report_.tokens_per_second = report_.decode_seconds > 0 ? static_cast<double>(report_.committed_tokens) / report_.decode_seconds : 0.0;
   report_.gpu.device_bytes = memory_.device_bytes(), report_.gpu.pinned_bytes = memory_.pinned_bytes();
+  report_.gpu.ranks = group_ ? group_->size() : 1;
   report_.gpu.graphs = static_cast<i64>(shapes_.size());
   if (mode_ == Mode::kAuto) {
     const std::size_t most = static_cast<std::size_t>(std::max_element(ran_.begin(), ran_.end()) - ran_.begin());
@@ -489,8 +539,8 @@ Report Run::finish() {
 }  // namespace
 
 Report run(const Checkpoint& model, const std::vector<std::vector<int>>& prompts, const GenerateOptions& options, Mode mode,
-           const Callbacks& callbacks, States* states) {
-  return Run(model, prompts, options, mode, callbacks, states).finish();
+           const Callbacks& callbacks, States* states, Group* group) {
+  return Run(model, prompts, options, mode, callbacks, states, group).finish();
 }
 
 }  // namespace specstate::runtime::cuda

@@ -4,6 +4,7 @@
 #include <utility>
 #include <vector>
 
+#include "runtime/cuda/group.hpp"
 #include "runtime/decode.hpp"
 
 namespace specstate::runtime::cuda {
@@ -14,8 +15,9 @@ using States = std::vector<std::vector<std::pair<int, std::uint64_t>>>;
 /// As runtime::decode. `states`, where given, is filled, at the cost of waiting for every step. Throws Error(kCuda) where there is no GPU.
 Report decode(const Checkpoint& model, const std::vector<std::vector<int>>& prompts, const GenerateOptions& options, Mode mode,
               const Callbacks& callbacks, States* states);
-/// The same on whatever is the current GPU.
+/// The same on whatever is the current GPU, as one rank of `group` where that is given: then every rank calls it with the same arguments, and all get
+/// the same report (but for seconds and bytes).
 Report run(const Checkpoint& model, const std::vector<std::vector<int>>& prompts, const GenerateOptions& options, Mode mode,
-           const Callbacks& callbacks, States* states);
+           const Callbacks& callbacks, States* states, Group* group);
 
 }  // namespace specstate::runtime::cuda

@@ -26,40 +26,67 @@ TensorView heads_view(const float* data, i64 rows, i64 stride, i64 heads, i64 di
 }  // namespace
 
 Target::Target(const TargetWeights& weights, const Limits& limits, std::vector<int> features, const Tables& tables,
-               const Constants& constants, specstate::cuda::CublasLt* lt, Trace& trace, Memory& memory)
+               const Constants& constants, specstate::cuda::CublasLt* lt, Trace& trace, Memory& memory, const Exchange& exchange)
     : config_(weights.config),
       limits_(limits),
       feature_layers_(std::move(features)),
       tables_(tables),
       constants_(constants),
       trace_(trace),
+      exchange_(exchange),
+      kda_part_(part_of(exchange.group, config_.kda_heads)),
+      mla_part_(part_of(exchange.group, config_.mla_heads)),
+      mlp_part_(part_of(exchange.group && config_.intermediate >= exchange.group->size() ? exchange.group : nullptr, config_.intermediate)),
       row_(config_.kv_lora_rank + config_.rope_dim),
       tail_(std::max(2 * limits.window, std::min(limits.chunk, kPromptWindow))),
       top_k_(config_.top_k) {
-  const i64 R = limits_.requests, L = limits_.context, W = limits_.window, H = config_.kda_heads, D = config_.kda_dim, d = config_.hidden,
+  const i64 R = limits_.requests, L = limits_.context, W = limits_.window, H = kda_part_.count, D = config_.kda_dim, d = config_.hidden,
             F = config_.intermediate;
   const auto floats_of = [&](const Floats& v) { return memory.upload(v.data(), static_cast<i64>(v.size()), "weights"); };
-  embed_ = floats_of(weights.embed), norm_ = floats_of(weights.norm), head_ = upload(memory, weights.head, lt);
+  const auto some_of = [&](const Floats& v, i64 begin, i64 count) { return memory.upload(v.data() + begin, count, "weights"); };
+  const i64 all_H = config_.kda_heads, first_H = kda_part_.begin, all_Hm = config_.mla_heads, first_Hm = mla_part_.begin;
+  embed_ = floats_of(weights.embed), norm_ = floats_of(weights.norm), head_ = upload_split(memory, weights.head, exchange_, lt);
   i64 widest = 0, sparse_layers = 0;
   for (int l = 0; l < config_.layers; ++l) {
     const LayerWeights& from = weights.layers[at(l)];
     Layer& to = layers_.emplace_back();
     to.input_norm = floats_of(from.input_norm), to.post_norm = floats_of(from.post_norm);
-    to.gate_up = upload(memory, from.gate_up, lt), to.down = upload(memory, from.down, lt);
+    to.gate_up = upload_rows(memory, from.gate_up, {mlp_part_, {F + mlp_part_.begin, mlp_part_.count}}, lt);
+    to.down = upload_split(memory, from.down, exchange_, lt);
     if (from.kda) {
       const KdaWeights& k = *from.kda;
       to.number = kda_layers_++;
-      to.kda = std::make_unique<Kda>(Kda{&k, upload(memory, k.in, lt), upload(memory, k.gate, lt), upload(memory, k.out_gate, lt),
-                                         upload(memory, k.out, lt), floats_of(k.conv), floats_of(k.a_log), floats_of(k.dt_bias),
-                                         floats_of(k.o_norm)});
-      widest = std::max(widest, k.in.n());
+      // Of q, k, v, beta and what the gates put out the rows of our heads; the gates' inner values whole.
+      const Part rows{first_H * D, H * D};
+      const i64 ranks = k.gate.k() + k.out_gate.k(), all = all_H * D;
+      Floats conv;
+      for (i64 i = 0; i < 3; ++i) {
+        const auto begin = k.conv.begin() + (i * all + rows.begin) * 4;
+        conv.insert(conv.end(), begin, begin + rows.count * 4);
+      }
+      to.kda = std::make_unique<Kda>(Kda{&k,
+                                         upload_rows(memory, k.in,
+                                                     {rows,
+                                                      {all + rows.begin, rows.count},
+                                                      {2 * all + rows.begin, rows.count},
+                                                      {3 * all, ranks},
+                                                      {3 * all + ranks + first_H, H}},
+                                                     lt),
+                                         upload_rows(memory, k.gate, {rows}, lt), upload_rows(memory, k.out_gate, {rows}, lt),
+                                         upload_split(memory, k.out, exchange_, lt), floats_of(conv), some_of(k.a_log, first_H, H),
+                                         some_of(k.dt_bias, rows.begin, rows.count), floats_of(k.o_norm)});
+      widest = std::max(widest, to.kda->in.n);
     } else {
       const MlaWeights& m = *from.mla;
       to.mla = std::make_unique<Mla>();
-      to.mla->host = &m, to.mla->in = upload(memory, m.in, lt), to.mla->out = upload(memory, m.out, lt),
-      to.mla->kv_norm = floats_of(m.kv_norm);
-      for (const PackedMatrix& p : m.key_up) to.mla->key_up.push_back(upload(memory, p));
-      for (const PackedMatrix& p : m.value_up) to.mla->value_up.push_back(upload(memory, p));
+      const i64 query = config_.nope_dim + config_.rope_dim, all = all_Hm * query;
+      to.mla->host = &m;
+      to.mla->in = upload_rows(memory, m.in, {{first_Hm * query, mla_part_.count * query}, {all, m.in.n() - all}}, lt);
+      to.mla->out = upload_split(memory, m.out, exchange_, lt), to.mla->kv_norm = floats_of(m.kv_norm);
+      for (i64 h = first_Hm; h < first_Hm + mla_part_.count; ++h) {
+        to.mla->key_up.push_back(upload(memory, m.key_up[at(h)]));
+        to.mla->value_up.push_back(upload(memory, m.value_up[at(h)]));
+      }
       to.mla->anchor = config_.anchor_of[at(l)] == l;
       if (to.mla->anchor) {
         to.mla->index_norm = floats_of(m.index_norm), to.mla->index_bias = floats_of(m.index_bias);
@@ -69,20 +96,20 @@ Target::Target(const TargetWeights& weights, const Limits& limits, std::vector<i
       // Followers come right behind their anchor among the sparse layers: an anchor is the nearest before them.
       to.mla->layer = at(sparse_layers++), to.mla->group = groups_.size() - 1;
       ++groups_.back().num_layers;
-      widest = std::max(widest, m.in.n());
+      widest = std::max(widest, to.mla->in.n);
     }
   }
 
-  const i64 states = kda_layers_ * R * H;
+  const i64 states = kda_layers_ * R * H, all_states = kda_layers_ * R * all_H;
   state_ = memory.device<float>(states * D * D, "KDA states");
   for (float*& c : conv_) c = memory.device<float>(states * D * kTaps, "KDA convolution windows");
-  state_bytes_ = 4 * states * D * (D + 3 * kTaps);
+  state_bytes_ = 4 * all_states * D * (D + 3 * kTaps);  // of all ranks
   if (W > 1) {
     for (float** ring : {&rawv_, &rawk_, &ring_g_}) *ring = memory.device<float>(states * W * D, "KDA rings");
     ring_beta_ = memory.device<float>(states * W, "KDA rings");
     for (float*& c : verified_) c = memory.device<float>(kda_layers_ * limits_.batch * H * W * D * kTaps, "KDA verified windows");
-    ring_bytes_ = 4 * states * W * (3 * D + 1);
-    snapshot_bytes_ = 4 * states * W * D * D - ring_bytes_;
+    ring_bytes_ = 4 * all_states * W * (3 * D + 1);
+    snapshot_bytes_ = 4 * all_states * W * D * D - ring_bytes_;
   }
 
   const i64 hot = limits_.hot_slots;
@@ -90,7 +117,7 @@ Target::Target(const TargetWeights& weights, const Limits& limits, std::vector<i
   const i64 own = hot + tail_ + scratch_rows_, device_rows = R * own;
   for (i64 l = 0; l < sparse_layers; ++l) {
     hisparse::KvBuffers& b = buffers_.emplace_back();
-    b.host_cache = pinned_view(memory.pinned<std::uint16_t>(R * L * row_, "the host's KV rows"), DType::kBFloat16, {R * L, row_});
+    b.host_cache = pinned_view(memory.shared<std::uint16_t>(exchange_.group, R * L * row_, "the host's KV rows"), DType::kBFloat16, {R * L, row_});
     b.device_buffer = on_gpu(memory.device<std::uint16_t>(device_rows * row_, "hot KV rows"), DType::kBFloat16, {device_rows, row_});
     stage_.push_back(memory.device<std::uint16_t>(L * row_, "KV rows of a prompt"));
   }
@@ -117,16 +144,20 @@ Target::Target(const TargetWeights& weights, const Limits& limits, std::vector<i
   host_locs_ = memory.device<i64>(R * L, "host rows"), prefill_locs_ = memory.device<i32>(tail_, "host rows");
   totals_ = memory.device<i64>(2 * anchors(), "totals");
 
-  const i64 rows = std::max<i64>(limits_.batch * W, limits_.chunk), Hm = config_.mla_heads, C = config_.kv_lora_rank;
+  const i64 rows = std::max<i64>(limits_.batch * W, limits_.chunk), Hm = mla_part_.count, C = config_.kv_lora_rank;
   const auto activations = [&](i64 width) { return memory.device<float>(rows * width, "activations"); };
   x_ = activations(d), h_ = activations(d), proj_ = activations(widest), gate_ = activations(2 * H * D), out_gate_ = gate_ + rows * H * D;
-  mixed_ = activations(std::max(H * D, Hm * config_.v_dim)), query_ = activations(Hm * C), latent_ = activations(Hm * C);
+  // An all-gather sends as much as the largest part has.
+  const i64 all_mixed = std::max(all_H * D, all_Hm * config_.v_dim);
+  all_mixed_ = mixed_ = activations(all_mixed);
+  if (exchange_.group) all_mixed_ = activations(all_mixed);
+  query_ = activations(Hm * C), latent_ = activations(Hm * C);
   wide_ = activations(2 * F), act_ = activations(F), features_ = activations(std::max<i64>(1, feature_width()));
   logits_ = activations(config_.vocab), scores_ = activations(L);
 }
 
 void Target::reset(int request, Stream stream) {
-  const i64 R = limits_.requests, HD = i64{config_.kda_heads} * config_.kda_dim, D = config_.kda_dim, L = limits_.context;
+  const i64 R = limits_.requests, HD = kda_part_.count * config_.kda_dim, D = config_.kda_dim, L = limits_.context;
   for (i64 l = 0; l < kda_layers_; ++l) {
     fill(state_ + (l * R + request) * HD * D, 0, HD * D * 4, stream);
     for (float* c : conv_) fill(c + (l * R + request) * HD * kTaps, 0, HD * kTaps * 4, stream);
@@ -165,7 +196,7 @@ void Target::forward(const Step& step, bool in_place, Stream stream) {
 }
 
 void Target::commit(const Step& step, bool in_place, Stream stream) {
-  const i64 B = step.batch, R = limits_.requests, H = config_.kda_heads, D = config_.kda_dim, W = limits_.window, HD = H * D;
+  const i64 B = step.batch, R = limits_.requests, H = kda_part_.count, D = config_.kda_dim, W = limits_.window, HD = H * D;
   if (!in_place) {
     kda::FoldParams f;
     f.state = floats(state_, {kda_layers_, R, H, D, D});
@@ -215,8 +246,7 @@ void Target::layers(const Rows& rows, const Step* step, Way way, Stream stream) 
       kda(layer, h, rows, step ? step->kda_slots : rows.requests, way, stream);
     else
       mla(*layer.mla, h, rows, step, stream);
-    matmul(layer.gate_up, normed(x_, d, layer.post_norm, config_.rms_eps, h_), T, wide_, 2 * F, stream);
-    matmul(layer.down, swiglu_of(wide_, 2 * F, act_), T, x_, d, stream, x_);
+    mlp(layer.gate_up, layer.down, normed(x_, d, layer.post_norm, config_.rms_eps, h_), T, F, wide_, act_, x_, d, exchange_, stream);
     for (std::size_t f = 0; f < feature_layers_.size(); ++f)
       if (feature_layers_[f] == l) copy_columns(x_, d, T, d, features_ + static_cast<i64>(f) * d, feature_width(), stream);
     trace_.mark("model: mlp of layer " + std::to_string(l));
@@ -229,7 +259,7 @@ void Target::head(i64 first_row, i64 rows, Stream stream) {
 }
 
 kda::Rings Target::rings(i64 l) const {
-  const i64 R = limits_.requests, H = config_.kda_heads, D = config_.kda_dim, W = limits_.window, ring = R * H * W;
+  const i64 R = limits_.requests, H = kda_part_.count, D = config_.kda_dim, W = limits_.window, ring = R * H * W;
   return {floats(rawv_ + l * ring * D, {R, H, W, D}), floats(rawk_ + l * ring * D, {R, H, W, D}),
           floats(ring_g_ + l * ring * D, {R, H, W, D}), floats(ring_beta_ + l * ring, {R, H, W})};
 }
@@ -237,7 +267,7 @@ kda::Rings Target::rings(i64 l) const {
 // x += o_proj(kda(h)).
 void Target::kda(const Layer& layer, const Input& h, const Rows& rows, const i32* slots, Way way, Stream stream) {
   const Kda& k = *layer.kda;
-  const i64 T = rows.count(), d = config_.hidden, H = config_.kda_heads, D = config_.kda_dim, HD = H * D, R = limits_.requests,
+  const i64 T = rows.count(), d = config_.hidden, H = kda_part_.count, D = config_.kda_dim, HD = H * D, R = limits_.requests,
             W = limits_.window, rf = k.gate.k, rg = k.out_gate.k, P = k.in.n, l = layer.number;
   matmul(k.in, h, T, proj_, P, stream);
   if (!k.gate.lt && rf == rg) {  // two products of one shape are one launch
@@ -274,13 +304,15 @@ void Target::kda(const Layer& layer, const Input& h, const Rows& rows, const i32
     kda::decode(decode, stream);
   }
   trace_.mark(way == Way::kVerify ? "kda: verify" : "kda: decode");
-  matmul(k.out, plain(mixed_, HD), T, x_, d, stream, x_);
+  const i64 all = i64{config_.kda_heads} * D;
+  if (exchange_.group) gather_columns(exchange_, mixed_, T, config_.kda_heads, D, all_mixed_, all, false, stream);
+  matmul(k.out, plain(all_mixed_, all), T, x_, d, stream, x_);
   trace_.mark("model: projections");
 }
 
 // x += o_proj(sparse attention(h)) in the absorbed form. A step reads device rows that the swap resolved; a prefill the staged rows of its prompt.
 void Target::mla(const Mla& m, const Input& h, const Rows& rows, const Step* step, Stream stream) {
-  const i64 T = rows.count(), B = rows.batch, W = rows.width, K = top_k_, d = config_.hidden, Hm = config_.mla_heads,
+  const i64 T = rows.count(), B = rows.batch, W = rows.width, K = top_k_, d = config_.hidden, Hm = mla_part_.count,
             C = config_.kv_lora_rank, Dn = config_.nope_dim, Dr = config_.rope_dim, Dv = config_.v_dim, P = m.in.n, Q = Hm * (Dn + Dr),
             L = limits_.context, R = limits_.requests;
   matmul(m.in, h, T, proj_, P, stream);
@@ -322,23 +354,28 @@ void Target::mla(const Mla& m, const Input& h, const Rows& rows, const Step* ste
                    Dr, 1.0f / std::sqrt(static_cast<float>(Dn + Dr)), latent_, tables_.fault, stream);
   trace_.mark("model: sparse attention");
   matmul_heads(m.value_up, latent_, Hm * C, C, T, mixed_, Hm * Dv, Dv, stream);
-  matmul(m.out, plain(mixed_, Hm * Dv), T, x_, d, stream, x_);
+  const i64 all = config_.mla_heads * Dv;
+  if (exchange_.group) gather_columns(exchange_, mixed_, T, config_.mla_heads, Dv, all_mixed_, all, false, stream);
+  matmul(m.out, plain(all_mixed_, all), T, x_, d, stream, x_);
   trace_.mark("model: projections");
 }
 
 void Target::digest(int first, int count, std::uint64_t* out, Stream stream) const {
-  const i64 R = limits_.requests, L = limits_.context, HD = i64{config_.kda_heads} * config_.kda_dim, D = config_.kda_dim,
-            Di = config_.index_dim;
+  const i64 R = limits_.requests, L = limits_.context, HD = kda_part_.count * config_.kda_dim, D = config_.kda_dim, Di = config_.index_dim,
+            before = kda_part_.begin * D;  // channels of other ranks' heads
+  const bool first_rank = !exchange_.group || exchange_.group->rank() == 0;  // adds what all ranks have
   std::uint64_t salt = 0;
   // Words of a request that lie one behind the other, or so many a committed position.
-  const auto add = [&](const void* base, i64 step, i64 words, bool positions) {
+  const auto add = [&](const void* base, i64 step, i64 words, bool positions, i64 skipped = -1) {
+    salt += std::uint64_t{1} << 40;
+    if (skipped < 0 && !first_rank) return;
     add_digest(static_cast<const std::uint32_t*>(base) + first * step, step, words, positions ? tables_.lengths + first : nullptr, count,
-               salt += std::uint64_t{1} << 40, out, stream);
+               salt + static_cast<std::uint64_t>(std::max<i64>(skipped, 0)), out, stream);
   };
   add(tables_.lengths, 1, 1, false);
   for (i64 l = 0; l < kda_layers_; ++l) {
-    add(state_ + l * R * HD * D, HD * D, HD * D, false);
-    for (const float* c : conv_) add(c + l * R * HD * kTaps, HD * kTaps, HD * kTaps, false);
+    add(state_ + l * R * HD * D, HD * D, HD * D, false, before * D);
+    for (const float* c : conv_) add(c + l * R * HD * kTaps, HD * kTaps, HD * kTaps, false, before * kTaps);
   }
   for (const hisparse::KvBuffers& b : buffers_) add(b.host_cache.data, L * row_ / 2, row_ / 2, true);
   for (const std::uint16_t* k : keys_) add(k, L * Di / 2, Di / 2, true);

@@ -34,7 +34,7 @@ struct Constants {
 class Target {
  public:
   Target(const TargetWeights& weights, const Limits& limits, std::vector<int> features, const Tables& tables, const Constants& constants,
-         specstate::cuda::CublasLt* lt, Trace& trace, Memory& memory);
+         specstate::cuda::CublasLt* lt, Trace& trace, Memory& memory, const Exchange& exchange = {});
 
   /// Forgets a request's state.
   void reset(int request, Stream stream);
@@ -48,7 +48,8 @@ class Target {
   const float* logits() const { return logits_; }
   const float* features() const { return features_; }
   std::int64_t feature_width() const { return static_cast<std::int64_t>(feature_layers_.size()) * config_.hidden; }
-  /// out[r] += a hash of everything that is committed of requests first .. first + count - 1.
+  /// out[r] += a hash of everything that is committed of requests first .. first + count - 1; of one rank's share, so that the ranks' sums are the
+  /// hash of one card.
   void digest(int first, int count, std::uint64_t* out, Stream stream) const;
   /// [anchors, 2] hits and misses so far, in device memory.
   const std::int64_t* swap_totals() const { return totals_; }
@@ -96,6 +97,9 @@ class Target {
   Tables tables_;
   Constants constants_;
   Trace& trace_;
+  const Exchange exchange_;
+  // What is here of the heads and of the columns between the MLP's products.
+  Part kda_part_, mla_part_, mlp_part_;
   std::int64_t kda_layers_ = 0, row_, tail_, top_k_;
   std::int64_t state_bytes_ = 0, ring_bytes_ = 0, snapshot_bytes_ = 0;
   // Weights.
@@ -119,7 +123,7 @@ class Target {
   std::vector<Selection> selections_;  // [anchors]
   std::int64_t* totals_;
   // Activations.
-  float *x_, *h_, *proj_, *gate_, *out_gate_, *mixed_, *query_, *latent_, *wide_, *act_, *logits_, *features_, *scores_;
+  float *x_, *h_, *proj_, *gate_, *out_gate_, *mixed_, *all_mixed_, *query_, *latent_, *wide_, *act_, *logits_, *features_, *scores_;
 };
 
 }  // namespace specstate::runtime::cuda
