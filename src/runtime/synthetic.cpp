@@ -147,13 +147,13 @@ void write_target(const std::string& folder, const SyntheticShape& s, std::uint6
 
 void write_drafter(const std::string& folder, const SyntheticShape& s, bool dspark, std::uint64_t seed) {
   std::filesystem::create_directories(folder);
-  const int d = s.hidden, q = s.draft_heads * s.draft_head_dim, kv = s.draft_head_dim, gamma = s.block - 1;
+  const int d = s.hidden, q = s.draft_heads * s.draft_head_dim, kv = s.draft_kv_heads * s.draft_head_dim, gamma = s.block - 1;
   const std::vector<int> features = s.feature_layers.empty() ? std::vector<int>{0, s.layers - 1} : s.feature_layers;
   Json c{{"architectures", {dspark ? "DSparkDraftModel" : "DFlashDraftModel"}},
          {"hidden_size", d},
          {"num_hidden_layers", s.draft_layers},
          {"num_attention_heads", s.draft_heads},
-         {"num_key_value_heads", 1},
+         {"num_key_value_heads", s.draft_kv_heads},
          {"head_dim", s.draft_head_dim},
          {"intermediate_size", s.draft_intermediate},
          {"rms_norm_eps", 1e-6},

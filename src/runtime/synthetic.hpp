@@ -14,7 +14,7 @@ struct SyntheticShape {
   int mla_heads = 2, kv_lora_rank = 16, nope_dim = 8, rope_dim = 4, v_dim = 8;
   int index_heads = 2, index_dim = 8, top_k = 8;
   int max_length = 512;
-  int draft_layers = 2, draft_heads = 2, draft_head_dim = 16, draft_intermediate = 24, window = 32;
+  int draft_layers = 2, draft_heads = 2, draft_kv_heads = 1, draft_head_dim = 16, draft_intermediate = 24, window = 32;
   int block = 4;  // DFlash: B; DSpark: gamma = B - 1, so that both verify B rows
   int markov_rank = 4;
   std::vector<int> feature_layers;  // empty: the first and the last

@@ -3,10 +3,16 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
 #include <cstring>
 #include <filesystem>
+#include <functional>
 #include <map>
+#include <mutex>
 #include <random>
+#include <thread>
 
 #include "core/numeric.hpp"
 #include "cpu/matmul.hpp"
@@ -27,14 +33,15 @@ constexpr bool kSlow = true;
 constexpr bool kSlow = false;
 #endif
 
+Checkpoint synthetic(const SyntheticShape& shape) {
+  const auto folder = std::filesystem::temp_directory_path() / ("specstate-emulated-" + std::to_string(::getpid()));
+  write_synthetic_checkpoint(folder.string(), shape, 11);
+  Checkpoint checkpoint = load_checkpoint(folder.string());
+  std::filesystem::remove_all(folder);
+  return checkpoint;
+}
 const Checkpoint& model() {
-  static const Checkpoint m = [] {
-    const auto folder = std::filesystem::temp_directory_path() / ("specstate-emulated-" + std::to_string(::getpid()));
-    write_synthetic_checkpoint(folder.string(), {}, 11);
-    Checkpoint checkpoint = load_checkpoint(folder.string());
-    std::filesystem::remove_all(folder);
-    return checkpoint;
-  }();
+  static const Checkpoint m = synthetic({});
   return m;
 }
 
@@ -172,6 +179,182 @@ TEST(EngineEmulated, ProductsHaveTheBitsOfTheCpu) {
     cuda::Memory memory;
     cuda::matmul(cuda::upload(memory, packed), cuda::plain(x.data(), k), rows, y.data(), n, {}, y.data());
     EXPECT_EQ(std::memcmp(y.data(), expected.data(), y.size() * 4), 0) << rows << " x " << n << " x " << k;
+  }
+}
+
+// ---- ranks: threads, each with an emulated GPU of its own ------------------------------------------------------------------------------
+
+/// What the threads of one run have in common. A rank that is gone ends the waiting of the others.
+struct World {
+  explicit World(int n) : size(n), from(static_cast<std::size_t>(n)) {}
+  const int size;
+  std::mutex mutex;
+  std::condition_variable changed;
+  int arrived = 0;
+  std::uint64_t turn = 0, gathers = 0;
+  bool aborted = false;
+  std::vector<const void*> from;
+  std::map<std::pair<int, std::int64_t>, std::shared_ptr<std::vector<std::uint64_t>>> shared;  // by number and bytes
+  std::int64_t shared_bytes = 0;
+
+  void meet(std::unique_lock<std::mutex>& lock) {
+    const std::uint64_t mine = turn;
+    if (++arrived == size) {
+      arrived = 0, ++turn;
+      changed.notify_all();
+      return;
+    }
+    const bool in_time = changed.wait_for(lock, std::chrono::seconds(60), [&] { return turn != mine || aborted; });
+    if (turn == mine) throw Error(ErrorKind::kCuda, in_time ? "another rank is gone" : "another rank did not come");
+  }
+};
+
+class Threads final : public cuda::Group {
+ public:
+  Threads(World& world, int rank, std::int64_t dies_at = -1) : Group(rank, world.size), world_(world), dies_at_(dies_at) {}
+  void all_gather(const void* from, void* to, std::int64_t bytes, Stream) override {
+    if (gathers_++ == dies_at_) throw Error(ErrorKind::kCuda, "this rank dies");
+    std::unique_lock<std::mutex> lock(world_.mutex);
+    if (world_.aborted) throw Error(ErrorKind::kCuda, "another rank is gone");
+    world_.from[static_cast<std::size_t>(rank())] = from;
+    world_.meet(lock);
+    for (int r = 0; r < size(); ++r)
+      std::memcpy(static_cast<char*>(to) + r * bytes, world_.from[static_cast<std::size_t>(r)], static_cast<std::size_t>(bytes));
+    world_.meet(lock);
+    if (rank() == 0) ++world_.gathers;
+  }
+  void* share(std::int64_t bytes) override {
+    const std::lock_guard<std::mutex> lock(world_.mutex);
+    auto& block = world_.shared[{shares_++, bytes}];
+    if (!block) block = std::make_shared<std::vector<std::uint64_t>>(static_cast<std::size_t>(bytes + 7) / 8), world_.shared_bytes += bytes;
+    return block->data();
+  }
+  void unshare(void*, std::int64_t) noexcept override {}
+  void beat() override {}
+  void abort() noexcept override {
+    const std::lock_guard<std::mutex> lock(world_.mutex);
+    world_.aborted = true;
+    world_.changed.notify_all();
+  }
+
+ private:
+  World& world_;
+  std::int64_t dies_at_, gathers_ = 0;
+  int shares_ = 0;
+};
+
+struct OfRank {
+  Report report;
+  cuda::States states;
+  std::string error;
+};
+std::vector<OfRank> on_ranks(World& world, const std::function<void(cuda::Group&, OfRank&)>& body, int dying = -1, std::int64_t dies_at = -1) {
+  std::vector<OfRank> all(static_cast<std::size_t>(world.size));
+  std::vector<std::thread> threads;
+  for (int r = 0; r < world.size; ++r)
+    threads.emplace_back([&, r] {
+      Threads group(world, r, r == dying ? dies_at : -1);
+      OfRank& mine = all[static_cast<std::size_t>(r)];
+      try {
+        body(group, mine);
+      } catch (const std::exception& e) {
+        mine.error = e.what();
+        group.abort();
+      }
+    });
+  for (std::thread& t : threads) t.join();
+  return all;
+}
+
+const Checkpoint& split_model(bool grouped) {
+  // 3 heads among 2 ranks are 1 and 2. Drafters: queries of one key head, and groups.
+  SyntheticShape shape;
+  shape.kda_heads = shape.mla_heads = 3, shape.intermediate = 49, shape.draft_heads = 3;
+  static const Checkpoint one = synthetic(shape);
+  shape.draft_heads = 4, shape.draft_kv_heads = 2, shape.layers = 2;
+  static const Checkpoint groups = synthetic(shape);
+  return grouped ? groups : one;
+}
+
+class Ranks : public testing::TestWithParam<std::tuple<int, Mode, double, bool>> {};
+
+TEST_P(Ranks, TokensAndStatesAreThoseOfOneCard) {
+  const auto [size, mode, temperature, grouped] = GetParam();
+  const Checkpoint& m = split_model(grouped);
+  const auto p = prompts(kSlow ? 1 : 3);
+  GenerateOptions o = options(kSlow ? 3 : 7);
+  o.temperature = temperature, o.seed = 3;
+  o.start_steps = {0, 2, 1}, o.drop_steps = {-1, -1, 3};
+  cuda::States states;
+  const Report one = cuda::run(m, p, o, mode, {}, &states, nullptr);
+  World world(size);
+  const auto ranks = on_ranks(world, [&](cuda::Group& g, OfRank& r) { r.report = cuda::run(m, p, o, mode, {}, &r.states, &g); });
+  EXPECT_GT(world.gathers, 0u);
+  for (const OfRank& r : ranks) {
+    ASSERT_EQ(r.error, "");
+    EXPECT_EQ(r.states, states);
+    for (std::size_t i = 0; i < p.size(); ++i) {
+      EXPECT_EQ(r.report.requests[i].tokens, one.requests[i].tokens) << i;
+      EXPECT_EQ(r.report.requests[i].finish, one.requests[i].finish) << i;
+      EXPECT_EQ(r.report.requests[i].state_digest, one.requests[i].state_digest) << i;
+    }
+    EXPECT_EQ(r.report.accepted_lengths, one.accepted_lengths);
+    EXPECT_EQ(r.report.kda.state_bytes, one.kda.state_bytes);
+    EXPECT_LT(r.report.gpu.device_bytes, one.gpu.device_bytes + (2 << 20));
+  }
+  // The host's rows are there once: rank 0 counts them, the others have next to nothing pinned.
+  EXPECT_EQ(ranks[0].report.gpu.pinned_bytes - ranks[1].report.gpu.pinned_bytes, world.shared_bytes);
+  EXPECT_GT(world.shared_bytes, 0);
+}
+INSTANTIATE_TEST_SUITE_P(EngineEmulated, Ranks,
+                         testing::Values(std::tuple(2, Mode::kPlain, 0.0, false), std::tuple(2, Mode::kDFlash, 0.0, true),
+                                         std::tuple(2, Mode::kDSpark, 0.9, false), std::tuple(3, Mode::kDFlash, 0.0, false)));
+
+TEST(EngineEmulated, RanksAgreeOnWhatAutoKeeps) {
+  // Their clocks differ; what they enqueue must not.
+  GenerateOptions o = options(kSlow ? 4 : 40);  // slow: ends while it still measures
+  const auto p = prompts(1);
+  World world(2);
+  const auto ranks =
+      on_ranks(world, [&](cuda::Group& g, OfRank& r) { r.report = cuda::run(split_model(false), p, o, Mode::kAuto, {}, nullptr, &g); });
+  ASSERT_EQ(ranks[0].error + ranks[1].error, "");
+  EXPECT_EQ(ranks[0].report.note, ranks[1].report.note);
+  EXPECT_EQ(ranks[0].report.requests[0].tokens, ranks[1].report.requests[0].tokens);
+}
+
+TEST(EngineEmulated, ARankThatDiesEndsTheOthers) {
+  const GenerateOptions o = options(4);
+  const auto p = prompts(2);
+  const std::int64_t alive = cuda::Memory::alive();
+  for (const std::int64_t at : {0, 7, 60}) {
+    World world(2);
+    const auto ranks = on_ranks(
+        world, [&](cuda::Group& g, OfRank& r) { r.report = cuda::run(split_model(true), p, o, Mode::kDFlash, {}, nullptr, &g); }, 1, at);
+    EXPECT_EQ(ranks[1].error, "this rank dies") << at;
+    EXPECT_EQ(ranks[0].error, "another rank is gone") << at;
+    EXPECT_EQ(cuda::Memory::alive(), alive) << at;
+  }
+}
+
+TEST(EngineEmulated, ARankWithoutMemorySaysWhichAndTheOthersEnd) {
+  const GenerateOptions o = options(2);
+  const auto p = prompts(1);
+  const std::int64_t alive = cuda::Memory::alive(), before = cuda::Memory::fail_at(-1);
+  {
+    World world(2);
+    on_ranks(world, [&](cuda::Group& g, OfRank& r) { r.report = cuda::run(split_model(true), p, o, Mode::kPlain, {}, nullptr, &g); });
+  }
+  const std::int64_t count = cuda::Memory::fail_at(-1) - before;  // of both: which of them meets the failure is chance
+  for (std::int64_t i = 0; i < count; i += kSlow ? 31 : 3) {
+    cuda::Memory::fail_at(i);
+    World world(2);
+    const auto ranks =
+        on_ranks(world, [&](cuda::Group& g, OfRank& r) { r.report = cuda::run(split_model(true), p, o, Mode::kPlain, {}, nullptr, &g); });
+    cuda::Memory::fail_at(-1);
+    const std::string errors = ranks[0].error + ranks[1].error;
+    EXPECT_NE(errors.find("generate: expected "), std::string::npos) << i << ": " << errors;
+    EXPECT_TRUE(!ranks[0].error.empty() && !ranks[1].error.empty()) << i << ": " << errors;
+    EXPECT_EQ(cuda::Memory::alive(), alive) << i;
   }
 }
 
