@@ -149,13 +149,12 @@ int generate_here(const GenerateCommand& command, runtime::Ranks* ranks) {
 int run_generate(const GenerateCommand& command) {
   check_json(command.json);
   if (!command.trace.empty()) check_json(command.trace);
+  if (const int most = command.tensor_parallel > 1 ? runtime::most_ranks(folder_of(command)) : 1; command.tensor_parallel > most)
+    throw BadOption(fmt::format("--tensor-parallel: expected an integer from 1 to {} (a head of each kind of this model a rank), got '{}'", most,
+                                command.tensor_parallel));
   if (command.device == "cuda" && !core::cuda_built())
     throw Error(ErrorKind::kNotImplemented, "--device cuda: this build of specstate has no CUDA kernels; use --device cpu.");
   if (command.tensor_parallel == 1) return generate_here(command, nullptr);
-  const std::string folder = folder_of(command);
-  if (const int most = runtime::most_ranks(folder); command.tensor_parallel > most)
-    throw BadOption(fmt::format("--tensor-parallel: expected an integer from 1 to {} (a head of each kind of this model a rank), got '{}'", most,
-                                command.tensor_parallel));
   // Processes are made here, before anything has started a thread or a driver.
   constexpr double kStallSeconds = 120;
   const runtime::RanksOutcome outcome = runtime::run_ranks(command.tensor_parallel, kStallSeconds, [&](runtime::Ranks& ranks) {

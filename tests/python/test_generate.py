@@ -208,6 +208,10 @@ USAGE = [
     (["generate", "--prompt", "a", "--temperature", "nan"], "--temperature: expected a number from 0 (greedy) to 1000000, got 'nan'"),
     (["generate", "--prompt", "a", "--seed", "-3"], "--seed: expected an integer of 0 or more, got '-3'"),
     (["generate", "--prompt", "a", "--device", "tpu"], "--device: expected one of cpu, cuda, got 'tpu'"),
+    (["generate", "--prompt", "a", "--tensor-parallel", "0"], "--tensor-parallel: expected an integer from 1 to 64, got '0'"),
+    (["generate", "--prompt", "a", "--tensor-parallel", "two"], "--tensor-parallel: expected an integer from 1 to 64, got 'two'"),
+    (["generate", "--prompt", "a", "--tensor-parallel", "2"], "--tensor-parallel: expected --device cuda, got cpu"),
+    (["generate", "--prompt", "a", "--device", "cuda", "--tensor-parallel", "4"], "--tensor-parallel: expected an integer from 1 to 3 (a head of each kind of this model a rank), got '4'"),
     (["generate", "--prompt", "a", "--force-accept", "2"], "--force-accept: expected --mode dflash or dspark, got auto"),
     (["generate", "--prompt", "a", "--proposal", "sampled"], "--proposal sampled: expected --temperature above 0"),
     (["generate", "--prompt", "a", "--hot-slots", "3"], "--hot-slots: expected an integer from 64 (what this model selects at once) to 1048576, got '3'"),
@@ -241,6 +245,8 @@ def test_failures_are_one_line_and_status_1(tmp_path):
     assert "No such file" in error("--prompt-file", tmp_path / "nothing")
     os.mkfifo(tmp_path / "fifo")  # nobody writes to it: reading it would never end
     assert "fifo: expected a regular file." in error("--prompt-file", tmp_path / "fifo")
+    # The parent reads the configuration before it makes processes.
+    assert "config.json" in error("--prompt", "a", "--model", tmp_path, "--device", "cuda", "--tensor-parallel", "2")
     # Known before the work, so no text comes first.
     assert "--json: cannot create" in error("--prompt", "a", "--json", tmp_path / "nothing" / "report.json")
     assert "--json: cannot create" in error("--prompt", "a", "--json", tmp_path)
