@@ -28,8 +28,11 @@ nlohmann::ordered_json to_json(const runtime::Report& r) {
   j["mode"] = runtime::name_of(r.mode);
   if (!r.note.empty()) j["note"] = r.note;
   if (r.gpu.device_bytes > 0)
-    j["gpu"] = {
-        {"device_bytes", r.gpu.device_bytes}, {"pinned_bytes", r.gpu.pinned_bytes}, {"graphs", r.gpu.graphs}, {"ranks", r.gpu.ranks}, {"products", r.gpu.products}};
+    j["gpu"] = {{"device_bytes", r.gpu.device_bytes},
+                {"pinned_bytes", r.gpu.pinned_bytes},
+                {"graphs", r.gpu.graphs},
+                {"ranks", r.gpu.ranks},
+                {"products", r.gpu.products}};
   if (r.costs.plain > 0)
     j["costs"] = {{"plain_seconds", r.costs.plain},
                   {"dflash_draft_seconds", r.costs.dflash_draft},
@@ -150,8 +153,8 @@ int run_generate(const GenerateCommand& command) {
   check_json(command.json);
   if (!command.trace.empty()) check_json(command.trace);
   if (const int most = command.tensor_parallel > 1 ? runtime::most_ranks(folder_of(command)) : 1; command.tensor_parallel > most)
-    throw BadOption(fmt::format("--tensor-parallel: expected an integer from 1 to {} (a head of each kind of this model a rank), got '{}'", most,
-                                command.tensor_parallel));
+    throw BadOption(fmt::format("--tensor-parallel: expected an integer from 1 to {} (a head of each kind of this model a rank), got '{}'",
+                                most, command.tensor_parallel));
   if (command.device == "cuda" && !core::cuda_built())
     throw Error(ErrorKind::kNotImplemented, "--device cuda: this build of specstate has no CUDA kernels; use --device cpu.");
   if (command.tensor_parallel == 1) return generate_here(command, nullptr);

@@ -18,8 +18,8 @@ struct GenerateCommand {
   std::string model;                      // folder; empty: the embedded one
   std::string device = "cpu";
   int tensor_parallel = 1;  // processes with a GPU each
-  std::string json;   // file or "-"; empty: none
-  std::string trace;  // the same, for Chrome trace JSON of one step on a GPU
+  std::string json;         // file or "-"; empty: none
+  std::string trace;        // the same, for Chrome trace JSON of one step on a GPU
   runtime::GenerateOptions options;
 };
 /// Text on stdout, report on stderr. Returns the exit status.

@@ -1,4 +1,5 @@
 #include <dlfcn.h>
+
 #include <cstdlib>
 
 #include "cuda/launch.hpp"

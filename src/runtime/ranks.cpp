@@ -73,8 +73,8 @@ void* Ranks::map(std::int64_t offset, std::int64_t bytes) const {
   while (error == EINTR);
   void* const p = error ? MAP_FAILED : ::mmap(nullptr, static_cast<std::size_t>(bytes), PROT_READ | PROT_WRITE, MAP_SHARED, file_, offset);
   if (p == MAP_FAILED)
-    core::throw_runtime(fmt::format("generate: expected {} bytes of host memory that ranks share, got '{}'.", bytes,
-                                    std::strerror(error ? error : errno)));
+    core::throw_runtime(
+        fmt::format("generate: expected {} bytes of host memory that ranks share, got '{}'.", bytes, std::strerror(error ? error : errno)));
   return p;
 }
 void Ranks::unmap(void* address, std::int64_t bytes) { ::munmap(address, static_cast<std::size_t>(bytes)); }
@@ -197,7 +197,8 @@ RanksOutcome run_ranks(int size, double stall_seconds, const std::function<int(R
       const std::uint64_t beats = parent.block->ranks[r].beats.load(std::memory_order_relaxed);
       if (beats != s.beats) s = {beats, Clock::now()};
       if (error.empty() && beats > 0 && seconds_since(s.at) > stall_seconds)
-        error = fmt::format("rank {} of {} made no progress for {:.0f} s; all ranks were ended.", r, size, stall_seconds), failed_at = Clock::now();
+        error = fmt::format("rank {} of {} made no progress for {:.0f} s; all ranks were ended.", r, size, stall_seconds),
+        failed_at = Clock::now();
     }
     if (running == 0) break;
     if (!error.empty() && seconds_since(failed_at) > 0.2) break;

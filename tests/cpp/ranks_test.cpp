@@ -53,21 +53,27 @@ TEST(Ranks, AnExceptionOfOneEndsAll) {
 }
 
 TEST(Ranks, ASignalAnExitAndSilenceAreToldApart) {
-  EXPECT_EQ(run_ranks(2, 60, [](Ranks& r) -> int {
-              if (r.rank() == 1) ::raise(SIGKILL);
-              sleep_for_ever();
-            }).error,
+  EXPECT_EQ(run_ranks(2, 60,
+                      [](Ranks& r) -> int {
+                        if (r.rank() == 1) ::raise(SIGKILL);
+                        sleep_for_ever();
+                      })
+                .error,
             "rank 1 of 2 was ended by signal 9 (Killed).");
-  EXPECT_EQ(run_ranks(2, 60, [](Ranks& r) -> int {
-              if (r.rank() == 0) ::_exit(7);
-              sleep_for_ever();
-            }).error,
+  EXPECT_EQ(run_ranks(2, 60,
+                      [](Ranks& r) -> int {
+                        if (r.rank() == 0) ::_exit(7);
+                        sleep_for_ever();
+                      })
+                .error,
             "rank 0 of 2 ended with status 7 before its work was done.");
-  EXPECT_EQ(run_ranks(2, 1, [](Ranks& r) -> int {
-              r.beat();
-              if (r.rank() == 1) sleep_for_ever();
-              for (;;) r.beat(), std::this_thread::sleep_for(std::chrono::milliseconds(20));
-            }).error,
+  EXPECT_EQ(run_ranks(2, 1,
+                      [](Ranks& r) -> int {
+                        r.beat();
+                        if (r.rank() == 1) sleep_for_ever();
+                        for (;;) r.beat(), std::this_thread::sleep_for(std::chrono::milliseconds(20));
+                      })
+                .error,
             "rank 1 of 2 made no progress for 1 s; all ranks were ended.");
 }
 

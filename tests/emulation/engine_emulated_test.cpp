@@ -248,7 +248,8 @@ struct OfRank {
   cuda::States states;
   std::string error;
 };
-std::vector<OfRank> on_ranks(World& world, const std::function<void(cuda::Group&, OfRank&)>& body, int dying = -1, std::int64_t dies_at = -1) {
+std::vector<OfRank> on_ranks(World& world, const std::function<void(cuda::Group&, OfRank&)>& body, int dying = -1,
+                             std::int64_t dies_at = -1) {
   std::vector<OfRank> all(static_cast<std::size_t>(world.size));
   std::vector<std::thread> threads;
   for (int r = 0; r < world.size; ++r)

@@ -27,7 +27,7 @@ Drafter::Drafter(const DraftWeights& weights, const TargetWeights& target, const
   const auto floats_of = [&](const Floats& v) { return memory.upload(v.data(), static_cast<i64>(v.size()), "weights"); };
   const i64 L = config_.layers, N = kv_heads_.count, D = config_.head_dim;
   for (const DraftLayerWeights& l : weights.layers)
-    layers_.push_back({floats_of(l.input_norm), floats_of(l.post_norm), floats_of(l.q_norm), floats_of(l.k_norm), 
+    layers_.push_back({floats_of(l.input_norm), floats_of(l.post_norm), floats_of(l.q_norm), floats_of(l.k_norm),
                        upload_rows(memory, l.qkv,
                                    {{heads_.begin * D, heads_.count * D},
                                     {(all_heads + kv_heads_.begin) * D, kv_heads_.count * D},
@@ -73,8 +73,8 @@ Drafter::Drafter(const DraftWeights& weights, const TargetWeights& target, const
   }
   k_view_ = on_gpu(k_pool_, DType::kBFloat16, {L, pool_rows, N, D}), v_view_ = on_gpu(v_pool_, DType::kBFloat16, {L, pool_rows, N, D});
   params_.ctx_hidden = on_gpu(ctx_, DType::kFloat32, {context_rows, d});
-  params_.kv_weight = on_gpu(memory.upload(kv_weight.data(), static_cast<i64>(kv_weight.size()), "weights"),
-                             DType::kBFloat16, {L, 2 * N * D, d});
+  params_.kv_weight =
+      on_gpu(memory.upload(kv_weight.data(), static_cast<i64>(kv_weight.size()), "weights"), DType::kBFloat16, {L, 2 * N * D, d});
   params_.k_norm_weight = on_gpu(floats_of(weights.k_norms), DType::kFloat32, {L, D});
   params_.eps = on_gpu(floats_of(Floats(at(L), config_.rms_eps)), DType::kFloat32, {L});
   params_.cos_sin_cache = on_gpu(rope_, DType::kFloat32, {rope_rows, config_.rotary_dim});
@@ -120,7 +120,8 @@ void Drafter::propose(const Step& step, const Choice& choice, double* probabilit
     block_attention(rows, B, qkv_, width, heads, kv, D, config_.window[l], limits_.context, k_pool_ + before, v_pool_ + before,
                     limits_.context, mixed_, stream);
     const float* mixed = mixed_;
-    if (heads < config_.heads) gather_columns(exchange_, mixed_, M, units_, unit_, all_mixed_, config_.heads * D, false, stream), mixed = all_mixed_;
+    if (heads < config_.heads)
+      gather_columns(exchange_, mixed_, M, units_, unit_, all_mixed_, config_.heads * D, false, stream), mixed = all_mixed_;
     matmul(layer.out, plain(mixed, config_.heads * D), M, x_, d, stream, x_);
     mlp(layer.gate_up, layer.down, normed(x_, d, layer.post_norm, config_.rms_eps, h_), M, F, wide_, act_, x_, d, exchange_, stream);
   }

@@ -66,12 +66,13 @@ __global__ void __launch_bounds__(kThreads) add_ranks(const std::uint64_t* parts
 
 }  // namespace
 
-void gather_columns(const Exchange& e, const float* mine, i64 rows, i64 units, i64 unit, float* to, i64 to_stride, bool add, Stream stream) {
+void gather_columns(const Exchange& e, const float* mine, i64 rows, i64 units, i64 unit, float* to, i64 to_stride, bool add,
+                    Stream stream) {
   const i64 size = e.group->size(), step = rows * e.group->largest_part_of(units) * unit;
   if (step > e.most) throw Error(ErrorKind::kInternal, "internal error: an exchange is larger than its room");
   e.group->all_gather(mine, e.parts, step * 4, stream);
-  launch(add ? merge_columns<true> : merge_columns<false>, {blocks_for(rows * units * unit, kThreads), kThreads}, stream, e.parts, size, step,
-         rows, units, unit, to, to_stride);
+  launch(add ? merge_columns<true> : merge_columns<false>, {blocks_for(rows * units * unit, kThreads), kThreads}, stream, e.parts, size,
+         step, rows, units, unit, to, to_stride);
 }
 void sum_over_ranks(Group& group, std::uint64_t* values, i64 n, std::uint64_t* room, Stream stream) {
   group.all_gather(values, room, n * 8, stream);

@@ -87,7 +87,7 @@ class Run {
   std::optional<specstate::cuda::CublasLt> lt_;  // where the bits need not be plain decoding's
   Trace trace_;
   Exchange exchange_;
-  std::uint64_t* rank_digests_ = nullptr;  // [ranks, R] device
+  std::uint64_t* rank_digests_ = nullptr;                     // [ranks, R] device
   i64 *word_ = nullptr, *words_ = nullptr, *told_ = nullptr;  // device [1], [ranks]; pinned [1]
   Tables tables_;
   Constants constants_;
@@ -191,8 +191,7 @@ Run::Run(const Checkpoint& model, const std::vector<std::vector<int>>& prompts, 
     // Room for the widest exchange: a product's outputs, the MLP's columns, attention's and KDA's heads. Ranks' parts of n are n / size rounded up.
     i64 rows = std::max<i64>(B * W, options.chunk), most = std::max<i64>({config_.vocab, config_.hidden, config_.intermediate});
     for (const auto* weights : {&model.dspark, &model.dflash})
-      if (*weights)
-        rows = std::max<i64>(rows, B * (*weights)->config.block), most = std::max<i64>(most, (*weights)->config.intermediate);
+      if (*weights) rows = std::max<i64>(rows, B * (*weights)->config.block), most = std::max<i64>(most, (*weights)->config.intermediate);
     i64 part = group_->largest_part_of(most);
     part = std::max(part, group_->largest_part_of(config_.kda_heads) * config_.kda_dim);
     part = std::max(part, group_->largest_part_of(config_.mla_heads) * config_.v_dim);
@@ -211,8 +210,8 @@ Run::Run(const Checkpoint& model, const std::vector<std::vector<int>>& prompts, 
     if (!drafters_.empty() &&
         ((*weights)->config.feature_layers != features || (*weights)->config.proposals() != drafters_[0]->proposals()))
       continue;
-    drafters_.push_back(std::make_unique<Drafter>(**weights, model.target, limits_, tables_, constants_, lt_ ? &*lt_ : nullptr, memory_,
-                                                  exchange_));
+    drafters_.push_back(
+        std::make_unique<Drafter>(**weights, model.target, limits_, tables_, constants_, lt_ ? &*lt_ : nullptr, memory_, exchange_));
     names_.push_back(name_of(of));
     features = drafters_[0]->feature_layers();
   }

@@ -64,17 +64,14 @@ Target::Target(const TargetWeights& weights, const Limits& limits, std::vector<i
         const auto begin = k.conv.begin() + (i * all + rows.begin) * 4;
         conv.insert(conv.end(), begin, begin + rows.count * 4);
       }
-      to.kda = std::make_unique<Kda>(Kda{&k,
-                                         upload_rows(memory, k.in,
-                                                     {rows,
-                                                      {all + rows.begin, rows.count},
-                                                      {2 * all + rows.begin, rows.count},
-                                                      {3 * all, ranks},
-                                                      {3 * all + ranks + first_H, H}},
-                                                     lt),
-                                         upload_rows(memory, k.gate, {rows}, lt), upload_rows(memory, k.out_gate, {rows}, lt),
-                                         upload_split(memory, k.out, exchange_, lt), floats_of(conv), some_of(k.a_log, first_H, H),
-                                         some_of(k.dt_bias, rows.begin, rows.count), floats_of(k.o_norm)});
+      to.kda = std::make_unique<Kda>(Kda{
+          &k,
+          upload_rows(
+              memory, k.in,
+              {rows, {all + rows.begin, rows.count}, {2 * all + rows.begin, rows.count}, {3 * all, ranks}, {3 * all + ranks + first_H, H}},
+              lt),
+          upload_rows(memory, k.gate, {rows}, lt), upload_rows(memory, k.out_gate, {rows}, lt), upload_split(memory, k.out, exchange_, lt),
+          floats_of(conv), some_of(k.a_log, first_H, H), some_of(k.dt_bias, rows.begin, rows.count), floats_of(k.o_norm)});
       widest = std::max(widest, to.kda->in.n);
     } else {
       const MlaWeights& m = *from.mla;
@@ -117,7 +114,8 @@ Target::Target(const TargetWeights& weights, const Limits& limits, std::vector<i
   const i64 own = hot + tail_ + scratch_rows_, device_rows = R * own;
   for (i64 l = 0; l < sparse_layers; ++l) {
     hisparse::KvBuffers& b = buffers_.emplace_back();
-    b.host_cache = pinned_view(memory.shared<std::uint16_t>(exchange_.group, R * L * row_, "the host's KV rows"), DType::kBFloat16, {R * L, row_});
+    b.host_cache =
+        pinned_view(memory.shared<std::uint16_t>(exchange_.group, R * L * row_, "the host's KV rows"), DType::kBFloat16, {R * L, row_});
     b.device_buffer = on_gpu(memory.device<std::uint16_t>(device_rows * row_, "hot KV rows"), DType::kBFloat16, {device_rows, row_});
     stage_.push_back(memory.device<std::uint16_t>(L * row_, "KV rows of a prompt"));
   }
@@ -362,7 +360,7 @@ void Target::mla(const Mla& m, const Input& h, const Rows& rows, const Step* ste
 
 void Target::digest(int first, int count, std::uint64_t* out, Stream stream) const {
   const i64 R = limits_.requests, L = limits_.context, HD = kda_part_.count * config_.kda_dim, D = config_.kda_dim, Di = config_.index_dim,
-            before = kda_part_.begin * D;  // channels of other ranks' heads
+            before = kda_part_.begin * D;                                    // channels of other ranks' heads
   const bool first_rank = !exchange_.group || exchange_.group->rank() == 0;  // adds what all ranks have
   std::uint64_t salt = 0;
   // Words of a request that lie one behind the other, or so many a committed position.
