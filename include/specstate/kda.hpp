@@ -129,7 +129,7 @@ struct RollbackConvWindowsParams {
   TensorView track_slots, track_steps;  ///< [N], both or none: a second copy, windows[row, track_step] -> pool[track_slot]; < 0: skipped
 };
 /// Commits the conv windows: pool[slot] = windows[row, last_correct_step], for `count` pools that share their indices' meaning.
-/// All are checked before the first is written.
+/// All are checked before the first is written. On a GPU, pools that are alike (a model's layers) are one launch.
 SPECSTATE_API void rollback_conv_windows(const RollbackConvWindowsParams* params, std::int64_t count, Stream stream = {});
 
 // ---- the names that sglang calls; contracts and error texts are sglang's ----

@@ -74,8 +74,7 @@ void defer_fold(const DeferFoldParams& params, Stream stream) {
 
 void rollback_conv_windows(const RollbackConvWindowsParams* params, std::int64_t count, Stream stream) {
   const std::vector<RollbackArgs> all = check(params, count);
-  for (std::int64_t i = 0; i < count; ++i)
-    dispatch("rollback_conv_windows", params[i].pool.device, all[static_cast<std::size_t>(i)], stream);
+  if (!all.empty()) dispatch("rollback_conv_windows", params[0].pool.device, std::span<const RollbackArgs>(all), stream);
 }
 
 void fused_kda_decode_mtp_dspark(const VerifyParams& params, Stream stream) {

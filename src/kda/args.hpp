@@ -4,6 +4,7 @@
 //
 // The part of a call without the copied indices (VerifyCall, FoldCall, RollbackCall) is plain data that a kernel takes by value.
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "specstate/stream.hpp"
@@ -22,6 +23,7 @@ struct Array {
   Layout layout = kAny;
 
   constexpr explicit operator bool() const { return data != nullptr; }
+  bool operator==(const Array&) const = default;
 };
 
 /// int32 or int64 indices in device memory; read by `index` of layout.hpp.
@@ -31,6 +33,7 @@ struct Index {
   bool wide = false;  // int64
 
   constexpr explicit operator bool() const { return data != nullptr; }
+  bool operator==(const Index&) const = default;
 };
 
 /// How many tokens of a slot's record are accepted and not yet in its state: [layers, slots] int32, read and set to 0.
@@ -124,6 +127,8 @@ struct RollbackCall {
   Array windows;                                          // [rows, steps, C, 3]
   Index slots, steps_of, rows, track_slots, track_steps;  // [N]
   std::int64_t channels, N, slot_count, row_count, steps;
+
+  bool operator==(const RollbackCall&) const = default;
 };
 struct RollbackArgs : RollbackCall {
   std::vector<WindowCopy> copies;
@@ -133,14 +138,14 @@ namespace cpu {
 void run(const VerifyArgs& args, Stream stream);
 void run(const FoldArgs& args, Stream stream);
 void run(const DeferArgs& args, Stream stream);
-void run(const RollbackArgs& args, Stream stream);
+void run(std::span<const RollbackArgs> pools, Stream stream);
 }  // namespace cpu
 
 namespace cuda {
 void run(const VerifyArgs& args, Stream stream);
 void run(const FoldArgs& args, Stream stream);
 void run(const DeferArgs& args, Stream stream);
-void run(const RollbackArgs& args, Stream stream);
+void run(std::span<const RollbackArgs> pools, Stream stream);
 }  // namespace cuda
 
 }  // namespace specstate::kda

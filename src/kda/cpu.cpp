@@ -726,11 +726,12 @@ void run(const DeferArgs& a, Stream) {
     for (const Deferral& r : a.requests) at(a.pending, layer, r.slot) = static_cast<std::int32_t>(r.accept);
 }
 
-void run(const RollbackArgs& a, Stream) {
-  for (const WindowCopy& c : a.copies)
-    for (std::int64_t channel = 0; channel < a.channels; ++channel)
-      for (std::int64_t tap = 0; tap < 3; ++tap)
-        store(a.pool, at(a.pool, c.slot, channel, tap), load(a.windows, at(a.windows, c.row, c.step, channel, tap)));
+void run(std::span<const RollbackArgs> pools, Stream) {
+  for (const RollbackArgs& a : pools)
+    for (const WindowCopy& c : a.copies)
+      for (std::int64_t channel = 0; channel < a.channels; ++channel)
+        for (std::int64_t tap = 0; tap < 3; ++tap)
+          store(a.pool, at(a.pool, c.slot, channel, tap), load(a.windows, at(a.windows, c.row, c.step, channel, tap)));
 }
 
 }  // namespace specstate::kda::cpu

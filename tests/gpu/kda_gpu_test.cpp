@@ -775,6 +775,59 @@ TEST_F(KdaGpu, RolloutOfRandomAcceptanceIsPlainDecoding) {
   EXPECT_TRUE(deferred.settled());
 }
 
+/// Pools of many layers: alike ones (more than one launch takes), others of other dtypes and layouts between them, against the CPU.
+TEST_F(KdaGpu, WindowsOfManyPools) {
+  const int count = gpu_test::small() ? 7 : 4 * kda::cuda::RollbackPools::kMost + 5;
+  constexpr std::int64_t kPool = 5, kRows = 3, kSteps = 3, kRequests = 3;
+  std::vector<std::unique_ptr<Buffer>> pools, windows;
+  std::mt19937 rng(3);
+  for (int i = 0; i < count; ++i) {
+    const int kind = i % 2 == 0 && i < 80 ? i / 2 : 0;  // most are alike
+    const DType dtype = kind % 4 == 1 ? DType::kFloat32 : DType::kBFloat16;
+    const std::int64_t C = kind % 7 == 3 ? 38 : 36;
+    pools.push_back(std::make_unique<Buffer>()), windows.push_back(std::make_unique<Buffer>());
+    pools.back()->make(dtype, {kPool, 3, C}, kind % 5 == 2 ? 3 * C + 16 : 0);
+    Buffer& w = *windows.back();
+    w.make(dtype, {kRows, kSteps, 3, C});
+    for (std::size_t k = 0; k < w.count(); ++k) w.set(k, static_cast<float>(static_cast<int>(rng() >> 8) - (1 << 23)) * 0x1p-22f);
+    w.upload();
+  }
+  std::map<std::string, Buffer> indices;
+  const std::map<std::string, std::vector<std::int32_t>> values = {
+      {"slots", {4, -1, 2}}, {"last", {2, 0, 1}}, {"rows", {1, 0, 2}}, {"track", {0, -1, 1}}, {"track_steps", {0, -1, 2}}};
+  for (const auto& [name, x] : values) {
+    indices[name].make(DType::kInt32, {kRequests});
+    std::memcpy(indices[name].host.data(), x.data(), x.size() * 4);
+    indices[name].upload();
+  }
+  const auto taps_last = [](TensorView t, int d) {  // [.., 3, C] seen as [.., C, 3]
+    std::swap(t.sizes[d], t.sizes[d + 1]), std::swap(t.strides[d], t.strides[d + 1]);
+    return t;
+  };
+  for (bool tracks : {false, true}) {
+    for (auto& p : pools) p->poison();
+    for (bool gpu : {false, true}) {
+      std::vector<RollbackConvWindowsParams> all(static_cast<std::size_t>(count));
+      for (int i = 0; i < count; ++i) {
+        RollbackConvWindowsParams& p = all[static_cast<std::size_t>(i)];
+        p.pool = taps_last(pools[static_cast<std::size_t>(i)]->view(gpu), 1);
+        p.windows = taps_last(windows[static_cast<std::size_t>(i)]->view(gpu), 2);
+        p.slots = indices["slots"].view(gpu), p.last_correct_step = indices["last"].view(gpu);
+        if (i % 64 != 4) p.rows = indices["rows"].view(gpu);  // some by their own numbers
+        if (tracks) p.track_slots = indices["track"].view(gpu), p.track_steps = indices["track_steps"].view(gpu);
+      }
+      rollback_conv_windows(all.data(), count);
+    }
+    for (int i = 0; i < count; ++i) {
+      Buffer& p = *pools[static_cast<std::size_t>(i)];
+      const std::vector<unsigned char> want = p.host;
+      p.download();
+      EXPECT_TRUE(p.host == want) << "pool " << i << " tracks " << tracks;
+      EXPECT_TRUE(std::any_of(want.begin(), want.end(), [](unsigned char x) { return x != 0xFF; }));
+    }
+  }
+}
+
 /// A verify with pending tokens is a fold and a verify, in every form: outputs, records, windows, snapshots and states.
 TEST_F(KdaGpu, DeferredFoldIsAFoldBefore) {
   for (Options o : cases())

@@ -2,7 +2,9 @@
 #include <algorithm>
 #include <initializer_list>
 #include <limits>
+#include <span>
 #include <string>
+#include <vector>
 
 #include "kda/cuda/backend.hpp"
 #include "kda/cuda/fold.cuh"
@@ -200,11 +202,24 @@ void run(const VerifyArgs& args, Stream stream) {
 
 void run(const FoldArgs& args, Stream stream) { run_fold(args, stream); }
 
-void run(const RollbackArgs& args, Stream stream) {
-  RollbackCall a = args;
-  if (a.N == 0 || a.channels == 0) return;
-  note_window(a.pool, 1), note_window(a.windows, 2);
-  rollback(a, stream);
+void run(std::span<const RollbackArgs> pools, Stream stream) {
+  // The layers of a model in one launch: whatever is alike but for its place, in whatever order (no pool overlaps another or its windows).
+  std::vector<bool> done(pools.size());
+  const auto without_places = [](RollbackCall a) {
+    note_window(a.pool, 1), note_window(a.windows, 2);
+    a.pool.data = a.windows.data = nullptr;
+    return a;
+  };
+  for (std::size_t i = 0; i < pools.size(); ++i) {
+    if (done[i] || pools[i].N == 0 || pools[i].channels == 0) continue;
+    RollbackPools group = {.each = without_places(pools[i]), .at = {}, .count = 0};
+    for (std::size_t j = i; j < pools.size() && group.count < RollbackPools::kMost; ++j) {
+      if (done[j] || without_places(pools[j]) != group.each) continue;
+      group.at[group.count++] = {pools[j].pool.data, pools[j].windows.data};
+      done[j] = true;
+    }
+    rollback(group, stream);
+  }
 }
 
 }  // namespace specstate::kda::cuda

@@ -32,7 +32,17 @@ std::size_t fold_stream_bytes(bool state_bf16);
 
 /// No request: out is zeros.
 void clear(const VerifyCall& a, Stream stream);
-void rollback(const RollbackCall& a, Stream stream);
+/// Pools that differ in nothing but where they and their windows are.
+struct RollbackPools {
+  static constexpr int kMost = 96;  // of a launch; parameters are cold at every launch, so few bytes a pool
+  RollbackCall each;
+  struct {
+    void* pool;
+    void* windows;
+  } at[kMost];
+  int count;
+};
+void rollback(const RollbackPools& a, Stream stream);
 void advance_windows(const VerifyCall& a, Stream stream);
 /// After a fold by pending counts: those that it has folded become 0.
 void settle_pending(const FoldCall& a, Stream stream);

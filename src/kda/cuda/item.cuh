@@ -11,32 +11,46 @@ struct Item {
   bool padding;
 };
 
+/// An index on its way from memory. To widen a 32-bit one is to wait for it: so all that an item needs are asked for before the first is
+/// looked at, and their misses are one.
+struct Coming {
+  int low, high;
+
+  __device__ __forceinline__ std::int64_t value(const Index& a) const {
+    return a.wide ? static_cast<std::int64_t>(static_cast<std::uint64_t>(static_cast<std::uint32_t>(high)) << 32 |
+                                              static_cast<std::uint32_t>(low))
+                  : low;
+  }
+};
 /// kEarly: before the kernels before this one are done. Such a value may be overtaken, so it must not stay in L1.
 template <bool kEarly>
-__device__ __forceinline__ std::int64_t index_of(const Index& a, std::int64_t i) {
-  if constexpr (!kEarly) return index(a, i);
-  const std::int64_t at = i * a.stride[0];
-  return a.wide ? __ldcg(static_cast<const long long*>(a.data) + at) : __ldcg(static_cast<const int*>(a.data) + at);
+__device__ __forceinline__ Coming ask(const Index& a, std::int64_t i) {
+  const int* const p = static_cast<const int*>(a.data) + (a.wide ? 2 : 1) * (i * a.stride[0]);
+  Coming c = {0, 0};
+  if (a) c.low = kEarly ? __ldcg(p) : *p;
+  if (a && a.wide) c.high = kEarly ? __ldcg(p + 1) : p[1];
+  return c;
 }
 
-/// `head` counts heads of all requests; past the last one: no tokens.
-template <bool kEarly = false>
-__device__ __forceinline__ Item item_of(const VerifyCall& a, std::int64_t head) {
+__device__ __forceinline__ bool keeps_rows(const VerifyCall& a) { return a.snapshots || a.q.windows; }
+
+/// `head` counts heads of all requests; past the last one: no tokens. Call: VerifyCall, or what has its indices and sizes.
+template <bool kEarly = false, class Call>
+__device__ __forceinline__ Item item_of(const Call& a, std::int64_t head) {
   Item it = {-1, -1, 0, 0, 0, 0, false};
   if (head >= a.N * a.HV) return it;
   // Sizes within an int: see run() of backend.cu.
   const int HV = static_cast<int>(a.HV), request = static_cast<int>(head) / HV;
   it.hv = static_cast<int>(head) % HV, it.h = it.hv / (HV / static_cast<int>(a.H));
-  std::int64_t slot = index_of<kEarly>(a.slots, request), begin = 0, end = 0, row = request;
-  if (a.cu) begin = index_of<kEarly>(a.cu, request), end = index_of<kEarly>(a.cu, request + 1);
-  if (a.rows) row = index_of<kEarly>(a.rows, request);
-  if (!a.cu) {
-    const int each = static_cast<int>(a.T) / static_cast<int>(a.N);
-    begin = static_cast<std::int64_t>(request) * each, end = begin + each;
-  }
+  const Coming slot_of = ask<kEarly>(a.slots, request), begin_of = ask<kEarly>(a.cu, request), end_of = ask<kEarly>(a.cu, request + 1),
+               row_of = ask<kEarly>(a.rows, request);
+  const int each = a.cu ? 0 : static_cast<int>(a.T) / static_cast<int>(a.N);
+  const std::int64_t slot = slot_of.value(a.slots), begin = a.cu ? begin_of.value(a.cu) : static_cast<std::int64_t>(request) * each,
+                     end = a.cu ? end_of.value(a.cu) : begin + each;
+  std::int64_t row = a.rows ? row_of.value(a.rows) : request;
   const bool null = slot <= a.null_slot, inside = 0 <= begin && begin <= end && end <= a.T;
   it.padding = null ? !a.null_from_zero : slot < 0 || slot >= a.pool;
-  if (!(a.snapshots || a.q.windows) || (null && !(a.null_from_zero && a.snapshots)) || (a.null_from_zero && row < 0))
+  if (!keeps_rows(a) || (null && !(a.null_from_zero && a.snapshots)) || (a.null_from_zero && row < 0))
     row = -1;
   else
     it.padding |= row < 0 || row >= a.row_count;

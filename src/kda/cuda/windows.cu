@@ -4,7 +4,7 @@
 #include <type_traits>
 
 #include "kda/cuda/backend.hpp"
-#include "kda/cuda/device.cuh"
+#include "kda/cuda/item.cuh"
 
 namespace specstate::kda::cuda {
 
@@ -12,27 +12,32 @@ namespace {
 
 constexpr int kThreads = 256;
 
-/// Block (channels, request, 0: the slot or 1: its track slot). Rows and slots outside are skipped.
-__global__ void __launch_bounds__(kThreads) rollback_kernel(const __grid_constant__ RollbackCall a) {
+/// Block (channels, request, pool: first for all slots, then for all track slots). Rows and slots outside are skipped.
+__global__ void __launch_bounds__(kThreads) rollback_kernel(const __grid_constant__ RollbackPools pools) {
+  const RollbackCall& a = pools.each;
+  const bool track = static_cast<int>(blockIdx.z) >= pools.count;
+  const int number = static_cast<int>(blockIdx.z) - (track ? pools.count : 0);
+  Array pool = a.pool, windows = a.windows;
+  pool.data = pools.at[number].pool, windows.data = pools.at[number].windows;
   wait_for_predecessor();
   launch_successor();
   const std::int64_t n = blockIdx.y;
-  const bool track = blockIdx.z == 1;
-  const std::int64_t slot = index(track ? a.track_slots : a.slots, n), step = index(track ? a.track_steps : a.steps_of, n);
-  const std::int64_t row = a.rows ? index(a.rows, n) : n;
+  const Index slots = track ? a.track_slots : a.slots, steps = track ? a.track_steps : a.steps_of;
+  const Coming slot_of = ask<false>(slots, n), step_of = ask<false>(steps, n), row_of = ask<false>(a.rows, n);
+  const std::int64_t slot = slot_of.value(slots), step = step_of.value(steps), row = a.rows ? row_of.value(a.rows) : n;
   if (slot < 0 || slot >= a.slot_count || step < 0 || step >= a.steps || row < 0 || row >= a.row_count) return;
   const std::int64_t channel = (static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x) * 4;
   const auto copy = [&](auto* tag) {
     using T = std::remove_pointer_t<decltype(tag)>;
     Quad<T> x[3];
-    load_window(a.windows, at(a.windows, row, step, channel), a.windows.stride[2], a.windows.stride[3], x);
-    store_window<false>(a.pool, at(a.pool, slot, channel), a.pool.stride[1], a.pool.stride[2], x[0], x[1], x[2]);
+    load_window(windows, at(windows, row, step, channel), windows.stride[2], windows.stride[3], x);
+    store_window<false>(pool, at(pool, slot, channel), pool.stride[1], pool.stride[2], x[0], x[1], x[2]);
   };
   if (channel + 4 <= a.channels) {
-    a.pool.bf16 ? copy(static_cast<bfloat16*>(nullptr)) : copy(static_cast<float*>(nullptr));
+    pool.bf16 ? copy(static_cast<bfloat16*>(nullptr)) : copy(static_cast<float*>(nullptr));
   } else {
     for (std::int64_t c = channel; c < a.channels; ++c)
-      for (int t = 0; t < 3; ++t) store(a.pool, at(a.pool, slot, c, t), load(a.windows, at(a.windows, row, step, c, t)));
+      for (int t = 0; t < 3; ++t) store(pool, at(pool, slot, c, t), load(windows, at(windows, row, step, c, t)));
   }
 }
 
@@ -101,8 +106,9 @@ void clear(const VerifyCall& a, Stream stream) {
   specstate::cuda::launch(clear_kernel, {.grid = grid, .block = kThreads, .overlap = forced().overlap}, stream, a);
 }
 
-void rollback(const RollbackCall& a, Stream stream) {
-  const dim3 grid(specstate::cuda::blocks_for(a.channels, 4 * kThreads), static_cast<unsigned>(a.N), a.track_slots ? 2 : 1);
+void rollback(const RollbackPools& a, Stream stream) {
+  const dim3 grid(specstate::cuda::blocks_for(a.each.channels, 4 * kThreads), static_cast<unsigned>(a.each.N),
+                  static_cast<unsigned>(a.count * (a.each.track_slots ? 2 : 1)));
   specstate::cuda::launch(rollback_kernel, {.grid = grid, .block = kThreads, .overlap = forced().overlap}, stream, a);
 }
 
