@@ -188,7 +188,6 @@ int run(int argc, char** argv) {
     if (generate.tensor_parallel > 1 && generate.device != "cuda")
       return usage(app, "--tensor-parallel: expected --device cuda, got " + generate.device);
     if (!generate.trace.empty() && generate.device != "cuda") return usage(app, "--trace: expected --device cuda, got " + generate.device);
-    if (g.force_accept && generate.device == "cuda") return usage(app, "--force-accept: expected --device cpu, got cuda");
     try {
       return run_generate(generate);
     } catch (const BadOption& e) {

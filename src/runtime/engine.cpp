@@ -69,7 +69,6 @@ Report Engine::generate(const std::vector<std::string>& prompts, const GenerateO
   require(!options.sampled_proposals || !(options.check_lossless || options.force_accept), "sampled_proposals",
           "no check_lossless and no force_accept (plain decoding draws other tokens of the same distribution)", "both");
   const bool on_gpu = options.device == DeviceType::kCuda;
-  require(!on_gpu || !options.force_accept, "force_accept", "the CPU (it replaces proposals on the host)", "a GPU");
   require(on_gpu || !options.trace, "trace", "a GPU", "the CPU");
   require(options.start_steps.size() <= prompts.size() && options.drop_steps.size() <= prompts.size(), "start_steps, drop_steps",
           "at most one for each prompt", "more");
@@ -96,7 +95,7 @@ Report Engine::generate(const std::vector<std::string>& prompts, const GenerateO
   const auto decode_on = [&](const GenerateOptions& o, const RunOptions& r, const Callbacks& c, cuda::States* record) {
     if (!on_gpu) return decode(model, tokens, o, r, c);
     if constexpr (core::cuda_built())
-      return cuda::decode(model, tokens, o, r.mode, c, record);
+      return cuda::decode(model, tokens, o, r.mode, c, record, r.known);
     else
       core::no_cuda("generate");
   };

@@ -133,6 +133,36 @@ TEST(EngineEmulated, SampledProposalsAreTheCpus) {
   }
 }
 
+class Forced : public testing::TestWithParam<std::tuple<Mode, double, int>> {};
+
+TEST_P(Forced, EveryStepCommitsSoManyAndEveryStateIsPlainDecodings) {
+  const auto [mode, temperature, length] = GetParam();
+  const auto p = prompts(kSlow ? 2 : 5);
+  GenerateOptions o = options(kSlow ? 6 : 13);
+  o.temperature = temperature, o.seed = 3, o.max_batch = 3;  // places are used twice: each time by a prompt with tokens of its own
+  cuda::States plain_states, states;
+  const Report plain = cuda::decode(model(), p, o, Mode::kPlain, {}, &plain_states);
+  RunOptions run;
+  run.mode = mode, run.lengths = {length};
+  for (const RequestReport& r : plain.requests) run.known.push_back(r.tokens);
+  o.force_accept = length;
+  const Report report = cuda::decode(model(), p, o, mode, {}, &states, run.known), cpu = decode(model(), p, o, run, {});
+  const std::size_t stride = static_cast<std::size_t>(std::min(length, window_of(model(), mode)));
+  for (std::size_t i = 0; i < p.size(); ++i) {
+    EXPECT_EQ(report.requests[i].tokens, plain.requests[i].tokens) << i;
+    EXPECT_EQ(report.requests[i].state_digest, plain.requests[i].state_digest) << i;
+    const std::map<int, std::uint64_t> expected(plain_states[i].begin(), plain_states[i].end());
+    EXPECT_EQ(report.requests[i].steps, static_cast<std::int64_t>((plain.requests[i].tokens.size() - 1 + stride - 1) / stride)) << i;
+    ASSERT_FALSE(states[i].empty());
+    for (const auto& [n, digest] : states[i]) EXPECT_EQ(expected.at(n), digest) << "request " << i << " at " << n;
+  }
+  EXPECT_EQ(report.accepted_lengths, cpu.accepted_lengths);
+  EXPECT_EQ(report.steps, cpu.steps);
+}
+INSTANTIATE_TEST_SUITE_P(EngineEmulated, Forced,
+                         testing::Values(std::tuple(Mode::kDFlash, 0.0, 1), std::tuple(Mode::kDSpark, 0.9, 2), std::tuple(Mode::kDSpark, 0.0, 3),
+                                         std::tuple(Mode::kDFlash, 0.9, 64)));
+
 TEST(EngineEmulated, AutoMeasuresAllKindsAndKeepsOne) {
   GenerateOptions o = options(45);
   const auto p = prompts(1);

@@ -134,8 +134,8 @@ Graph::~Graph() = default;
 void Graph::launch(const Queue&) const { captured[reinterpret_cast<std::size_t>(exec_)](); }
 
 Report decode(const Checkpoint& model, const std::vector<std::vector<int>>& prompts, const GenerateOptions& options, Mode mode,
-              const Callbacks& callbacks, States* states) {
-  return run(model, prompts, options, mode, callbacks, states, nullptr);
+              const Callbacks& callbacks, States* states, const std::vector<std::vector<int>>& known) {
+  return run(model, prompts, options, mode, callbacks, states, nullptr, known);
 }
 
 }  // namespace specstate::runtime::cuda

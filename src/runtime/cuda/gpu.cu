@@ -67,7 +67,7 @@ class Cards final : public Group {
 }  // namespace
 
 Report decode(const Checkpoint& model, const std::vector<std::vector<int>>& prompts, const GenerateOptions& options, Mode mode,
-              const Callbacks& callbacks, States* states) {
+              const Callbacks& callbacks, States* states, const std::vector<std::vector<int>>& known) {
   const bool one = !options.ranks || options.ranks->size() == 1;
   if (!one) {
     int cards = 0;
@@ -77,9 +77,9 @@ Report decode(const Checkpoint& model, const std::vector<std::vector<int>>& prom
                                         std::to_string(cards) + ".");
   }
   const core::CudaScope scope({DeviceType::kCuda, one ? 0 : options.ranks->rank(), false});
-  if (one) return run(model, prompts, options, mode, callbacks, states, nullptr);
+  if (one) return run(model, prompts, options, mode, callbacks, states, nullptr, known);
   Cards cards(*options.ranks);
-  return run(model, prompts, options, mode, callbacks, states, &cards);
+  return run(model, prompts, options, mode, callbacks, states, &cards, known);
 }
 
 }  // namespace specstate::runtime::cuda

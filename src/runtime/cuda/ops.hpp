@@ -169,6 +169,15 @@ struct Step {
 /// The requests that still have tokens to emit come first; their windows; column 0 of the candidates.
 void begin(const Step& step, const Tables& tables, std::int64_t context, Stream stream);
 
+/// Forced acceptance of `length` tokens a step: plain decoding's tokens of all prompts, each run as long as its prompt may emit (zeros behind an end).
+struct Forced {
+  std::int32_t length = 0;  // 0: none
+  const std::int32_t* known = nullptr;
+  std::int64_t* ends = nullptr;  // [R] where the run of a request's prompt ends
+};
+/// The first length - 1 proposals become right, the next one wrong.
+void force(const Step& step, const Tables& tables, const Forced& forced, Stream stream);
+
 /// What the host reads behind a step, in pinned memory: a ring of `entries` records, written one after the other.
 struct Emitted {
   std::int32_t *count = nullptr, *request = nullptr, *tokens = nullptr;  // [entries, batch], the same, [entries, batch, width]

@@ -48,6 +48,7 @@ struct Prompt {
   i64* device = nullptr;
   std::uint64_t key = 0;
   int limit = 0, start = 0, drop = -1;
+  i64 known_end = 0;  // of its run of forced tokens
   int slot = -1;  // while it is decoded
   bool done = false;
 };
@@ -55,7 +56,7 @@ struct Prompt {
 class Run {
  public:
   Run(const Checkpoint& model, const std::vector<std::vector<int>>& prompts, const GenerateOptions& options, Mode mode,
-      const Callbacks& callbacks, States* states, Group* group);
+      const Callbacks& callbacks, States* states, Group* group, const std::vector<std::vector<int>>& known);
   Report finish();
 
  private:
@@ -93,6 +94,7 @@ class Run {
   Constants constants_;
   Step all_;  // for the largest batch; smaller ones use its memory
   Emitted emitted_;
+  Forced forced_;
   std::optional<Target> target_;
   std::vector<std::unique_ptr<Drafter>> drafters_;
   std::vector<std::string> names_;
@@ -109,6 +111,7 @@ class Run {
   struct Start {
     i32 left;
     std::uint64_t key;
+    i64 known_end;
   };
   Start* starts_ = nullptr;  // pinned, [slots]
   struct Shape {
@@ -136,7 +139,7 @@ class Run {
 };
 
 Run::Run(const Checkpoint& model, const std::vector<std::vector<int>>& prompts, const GenerateOptions& options, Mode mode,
-         const Callbacks& callbacks, States* states, Group* group)
+         const Callbacks& callbacks, States* states, Group* group, const std::vector<std::vector<int>>& known)
     : model_(model), config_(model.target.config), options_(options), callbacks_(callbacks), states_(states), group_(group), mode_(mode) {
   window_ = window_of(model, mode);
   requests_ = std::min<int>(options.max_batch, static_cast<int>(prompts.size()));
@@ -224,6 +227,7 @@ Run::Run(const Checkpoint& model, const std::vector<std::vector<int>>& prompts, 
   ran_.assign(drafters_.size() + 1, 0), speed_.assign(drafters_.size() + 1, 0);
   choosing_ = mode == Mode::kAuto && !drafters_.empty();
   kind_ = choosing_ || drafters_.empty() ? -1 : 0;
+  std::vector<i32> forced;
   for (std::size_t i = 0; i < prompts.size(); ++i) {
     Prompt& p = prompts_.emplace_back();
     p.tokens = &prompts[i];
@@ -235,8 +239,14 @@ Run::Run(const Checkpoint& model, const std::vector<std::vector<int>>& prompts, 
     if (i < options.drop_steps.size()) p.drop = options.drop_steps[i];
     const std::vector<i64> ids(prompts[i].begin(), prompts[i].end());
     p.device = memory_.upload(ids.data(), static_cast<i64>(ids.size()), "prompts");
+    if (!known.empty()) {
+      forced.insert(forced.end(), known[i].begin(), known[i].end());
+      forced.resize(at(p.known_end = (i ? prompts_[i - 1].known_end : 0) + p.limit));
+    }
     report_.requests[i].prompt_tokens = static_cast<int>(ids.size());
   }
+  if (!known.empty() && options.force_accept)
+    forced_ = {options.force_accept, memory_.upload(forced.data(), static_cast<i64>(forced.size()), "forced tokens"), longs(R)};
   prompt_of_.assign(at(R), -1);
   for (i64 i = 0; i < kEntries; ++i) events_.emplace_back();
   if (states_) states_->assign(prompts.size(), {});
@@ -289,9 +299,10 @@ void Run::start(int prompt) {
   const Stream s = queue_.stream();
   const int total = static_cast<int>(p.tokens->size());
   target_->reset(p.slot, s);
-  starts_[p.slot] = {p.limit, p.key};
+  starts_[p.slot] = {p.limit, p.key, p.known_end};
   copy(tables_.left + p.slot, &starts_[p.slot].left, 4, s);
   copy(tables_.keys + p.slot, &starts_[p.slot].key, 8, s);
+  if (forced_.length) copy(forced_.ends + p.slot, &starts_[p.slot].known_end, 8, s);
   for (int begin = 0; begin < total; begin += options_.chunk) {
     const int count = std::min(options_.chunk, total - begin);
     target_->prefill(p.slot, p.device, begin, count, begin + count == total, s);
@@ -358,6 +369,7 @@ void Run::enqueue(int batch, int kind) {
   trace_.mark("step: begin");
   if (kind >= 0) {
     drafters_[at(kind)]->propose(step, choice, rejection ? draft_probabilities_ : nullptr, s);
+    if (forced_.length) force(step, tables_, forced_, s);
     trace_.mark("draft: propose");
   }
   target_->forward(step, in_place, s);
@@ -538,8 +550,8 @@ Report Run::finish() {
 }  // namespace
 
 Report run(const Checkpoint& model, const std::vector<std::vector<int>>& prompts, const GenerateOptions& options, Mode mode,
-           const Callbacks& callbacks, States* states, Group* group) {
-  return Run(model, prompts, options, mode, callbacks, states, group).finish();
+           const Callbacks& callbacks, States* states, Group* group, const std::vector<std::vector<int>>& known) {
+  return Run(model, prompts, options, mode, callbacks, states, group, known).finish();
 }
 
 }  // namespace specstate::runtime::cuda

@@ -183,6 +183,14 @@ __global__ void __launch_bounds__(kThreads) begin_step(Step s, Tables tables, i6
   }
 }
 
+// A thread a proposal. It reads plain decoding's tokens backwards from their end: that many are left.
+__global__ void __launch_bounds__(kThreads) force_proposals(Step s, Tables tables, Forced forced) {
+  const i64 i = i64{blockIdx.x} * kThreads + threadIdx.x, b = i / s.width, k = i % s.width;
+  if (b >= *s.real || k >= forced.length || k + 1 >= s.caps[b]) return;
+  const i32 r = s.requests[b], truth = forced.known[forced.ends[r] - tables.left[r] + k];
+  s.candidates[b * s.width + k + 1] = k + 1 < forced.length ? truth : (truth + 1) % 256;
+}
+
 __global__ void __launch_bounds__(kThreads) emit_step(Step s, Tables tables, int eos, Emitted e) {
   const int t = static_cast<int>(threadIdx.x);
   const i64 entry = *e.written % e.entries;
@@ -230,6 +238,9 @@ void propose(const Rows& rows, i64 block, i64 skip, const float* logits, const C
 }
 void begin(const Step& step, const Tables& tables, i64 context, Stream stream) {
   launch(begin_step, {1, kThreads}, stream, step, tables, context);
+}
+void force(const Step& step, const Tables& tables, const Forced& forced, Stream stream) {
+  launch(force_proposals, {blocks_for(step.batch * step.width, kThreads), kThreads}, stream, step, tables, forced);
 }
 void emit(const Step& step, const Tables& tables, int eos, const Emitted& emitted, Stream stream) {
   launch(emit_step, {1, kThreads}, stream, step, tables, eos, emitted);
