@@ -1,13 +1,17 @@
 #!/usr/bin/env python3
 """Runs `specstate generate --check-lossless` over the whole matrix and records it: 50 held-out prompts, both speculative modes, greedy and
-fixed-seed sampling, natural acceptance and every forced accepted length. `tools/lossless_matrix.py [--record]`
+fixed-seed sampling, natural acceptance and every forced accepted length. `tools/lossless_matrix.py [--device cuda] [--record]`
 
-A cell is one call: all prompts as a batch, decoded speculatively and plainly, tokens and committed state compared prompt by prompt.
+A cell is one call: all prompts, decoded speculatively and plainly, tokens and committed state compared prompt by prompt. On a GPU the state is
+compared after every step, requests start at different steps, some are dropped, at most 16 run at once, and there are more cells: at most 1, 2, ... 16
+requests at once.
 """
 
 import argparse
+import concurrent.futures
 import datetime
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -16,56 +20,92 @@ from source_digest import digest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "specstate-bytes"
-EVIDENCE = ROOT / "tests" / "evidence" / "lossless_matrix.json"
-PROMPTS = 50
-WINDOW = 8
+PROMPTS, WINDOW, MOST = 50, 8, 16
+MODES, TEMPERATURES = ("dflash", "dspark"), (0, 0.8)
 
 
-def run_cell(command, prompts, mode, temperature, force, tokens):
+def evidence_of(device):
+    return ROOT / "tests" / "evidence" / ("lossless_matrix.json" if device == "cpu" else f"lossless_matrix_{device}.json")
+
+
+def cells_of(device):
+    """(mode, temperature, forced accepted length or 0, most requests at once)"""
+    cells = [(m, t, f, MOST if device == "cuda" else PROMPTS) for m in MODES for t in TEMPERATURES for f in range(WINDOW + 1)]
+    if device == "cuda":
+        cells += [(m, t, 0, n) for m in MODES for t in TEMPERATURES for n in range(1, MOST)]
+    return cells
+
+
+def run_cell(command, device, prompts, cell, tokens):
+    mode, temperature, force, batch = cell
     call = [command, "generate", "--model", str(MODEL), "--mode", mode, "--temperature", str(temperature), "--seed", "7", "--max-new-tokens", str(tokens),
-            "--check-lossless", "--json", "-"]
+            "--check-lossless", "--json", "-", "--device", device]
     if force:
         call += ["--force-accept", str(force)]
+    starts = drops = []
+    if device == "cuda":
+        starts = [i if force == 1 else i // 2 for i in range(len(prompts))]
+        drops = [start + 3 + i % 7 if i % 8 == 5 else -1 for i, start in enumerate(starts)]
+        call += ["--max-batch", str(batch), "--chunk", "1024", "--start-steps", ",".join(map(str, starts)), "--drop-steps", ",".join(map(str, drops))]
     head = " ".join(call)
     for prompt in prompts:
         call += ["--prompt-file", str(prompt)]
-    result = subprocess.run(call, capture_output=True, text=True)
+    lib = os.pathsep.join(filter(None, [str(pathlib.Path(command).resolve().parent / "lib"), os.environ.get("LD_LIBRARY_PATH")]))
+    result = subprocess.run(call, capture_output=True, text=True, env=dict(os.environ, LD_LIBRARY_PATH=lib))
     if result.returncode not in (0, 3):
         raise SystemExit(f"{head} ...: {result.stderr.strip()}")
     report = json.loads(result.stdout)
-    return {"mode": mode, "temperature": temperature, "force_accept": force, "prompts": len(report["requests"]),
-            "lossless": sum(r["lossless"] for r in report["requests"]), "steps": report["steps"],
-            "committed_tokens": report["committed_tokens"], "mean_accepted_length": round(report["mean_accepted_length"], 3),
-            "accepted_lengths": report["accepted_lengths"], "hit_rate": round(report["hisparse"]["hit_rate"], 4),
-            "misses": report["hisparse"]["misses"]}
+    found = {"mode": mode, "temperature": temperature, "force_accept": force, "prompts": len(report["requests"]),
+             "lossless": sum(r["lossless"] for r in report["requests"]), "steps": report["steps"],
+             "committed_tokens": report["committed_tokens"], "mean_accepted_length": round(report["mean_accepted_length"], 3),
+             "accepted_lengths": report["accepted_lengths"], "hit_rate": round(report["hisparse"]["hit_rate"], 4),
+             "misses": report["hisparse"]["misses"]}
+    if device == "cuda":
+        found |= {"at_once": batch, "dropped": sum(r["finish"] == "dropped" for r in report["requests"])}
+    return found
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--command", default=str(ROOT / "build" / "release" / "specstate"))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--record", action="store_true", help=f"write {EVIDENCE.relative_to(ROOT)}")
+    parser.add_argument("--jobs", type=int, default=1, help="cells at a time")
+    parser.add_argument("--record", nargs="?", const="", help=f"write {evidence_of('cpu').relative_to(ROOT)}, with --device cuda {evidence_of('cuda').name}; or the named file")
     options = parser.parse_args()
     prompts = sorted((MODEL / "prompts").glob("*.txt"))
     if len(prompts) < PROMPTS:
         raise SystemExit(f"expected {PROMPTS} held-out prompts, found {len(prompts)}")
     prompts = sorted(sorted(prompts, key=lambda p: p.stat().st_size)[:PROMPTS])
     cells = []
-    for mode in ("dflash", "dspark"):
-        for temperature in (0, 0.8):
-            for force in range(WINDOW + 1):
-                cell = run_cell(options.command, prompts, mode, temperature, force, options.tokens)
-                cells.append(cell)
-                print(f"{mode:7} temperature {temperature:<4} forced {force or '-'}: {cell['lossless']}/{cell['prompts']} lossless, "
-                      f"{cell['mean_accepted_length']} tokens a step", flush=True)
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        for cell in pool.map(lambda c: run_cell(options.command, options.device, prompts, c, options.tokens), cells_of(options.device)):
+            cells.append(cell)
+            at_once = f", {cell['at_once']} at once, {cell['dropped']} dropped" if "at_once" in cell else ""
+            print(f"{cell['mode']:7} temperature {cell['temperature']:<4} forced {cell['force_accept'] or '-'}{at_once}: {cell['lossless']}/{cell['prompts']} lossless, "
+                  f"{cell['mean_accepted_length']} tokens a step", flush=True)
     failed = sum(c["prompts"] - c["lossless"] for c in cells)
     print(f"{sum(c['prompts'] for c in cells)} runs, {failed} not lossless")
-    if options.record:
-        EVIDENCE.parent.mkdir(parents=True, exist_ok=True)
-        evidence = {"source_digest": digest("engine"), "date": datetime.date.today().isoformat(), "tokens": options.tokens,
+    if options.record is not None:
+        path = pathlib.Path(options.record) if options.record else evidence_of(options.device)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        evidence = {"source_digest": built_digest(), "date": datetime.date.today().isoformat(), "tokens": options.tokens,
                     "prompts": [p.name for p in prompts], "runs": sum(c["prompts"] for c in cells), "not_lossless": failed, "cells": cells}
-        EVIDENCE.write_text(json.dumps(evidence, indent=1) + "\n")
+        if options.device == "cuda":
+            evidence = {"device": gpu_name(), **evidence}
+        path.write_text(json.dumps(evidence, indent=1) + "\n")
     return 1 if failed else 0
+
+
+def built_digest():
+    """Of the sources that are here; a bare machine has what was built from them instead (tools/gpu_test.py --pack)."""
+    if (ROOT / "src" / "runtime").exists():
+        return digest("engine")
+    return json.loads((ROOT / "build" / "release" / "source_digests.json").read_text())["engine"]
+
+
+def gpu_name():
+    return subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
 // The engine on the GPU from inside: its product beside the CPU's, its logits beside the CPU engine's, memory that fails and memory that must not grow.
 // (This test links the library's objects, because the engine's parts are not exported.)
+#include <dlfcn.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdlib>
-#include <filesystem>
 #include <fstream>
-#include <iterator>
-#include <map>
+#include <numeric>
 #include <random>
+#include <sstream>
 
 #include "cpu/matmul.hpp"
 #include "gpu_test.hpp"
@@ -93,73 +95,11 @@ TEST(EngineGpu, LogitsAreThoseOfTheCpuEngineWithinBounds) {
   EXPECT_LT(most, 1e-3f * largest);
 }
 
-/// The held-out prompts in batches of 1 to 16.
-std::vector<std::vector<std::vector<int>>> batches() {
-  std::vector<std::filesystem::path> files;
-  for (const auto& e : std::filesystem::directory_iterator(std::filesystem::path(find_embedded_model()) / "prompts"))
-    if (e.file_size() < 3000) files.push_back(e.path());
-  std::sort(files.begin(), files.end());
-  std::vector<std::vector<std::vector<int>>> all;
-  std::size_t next = 0;
-  for (const std::size_t size : {1, 5, 16, 16, 16}) {
-    if (next >= files.size() || (gpu_test::small() && size > 1)) break;
-    all.emplace_back();
-    for (std::size_t i = 0; i < size && next < files.size(); ++i, ++next) {
-      std::ifstream file(files[next]);
-      const std::string text{std::istreambuf_iterator<char>(file), {}};
-      all.back().push_back(tokens_of(text.substr(0, gpu_test::small() ? 12 : 700), model().target.config));
-    }
-  }
-  return all;
-}
-
-TEST(EngineGpu, HeldOutPromptsAreLosslessAfterEveryStep) {
-  SPECSTATE_NEEDS_GPU();
-  std::size_t count = 0, states_seen = 0;
-  for (const auto& batch : batches()) {
-    count += batch.size();
-    for (const double temperature : {0.0, 0.8}) {
-      if (gpu_test::small() && temperature > 0) continue;
-      GenerateOptions options;
-      options.max_new_tokens = gpu_test::small() ? 3 : 28, options.deterministic = true, options.chunk = 1024,
-      options.temperature = temperature, options.seed = 5;
-      cuda::States plain_states;
-      const Report plain = cuda::decode(model(), batch, options, Mode::kPlain, {}, &plain_states);
-      for (std::size_t i = 0; i < batch.size(); ++i) {
-        options.start_steps.push_back(static_cast<int>(3 * i % 7));
-        options.drop_steps.push_back(i % 5 == 3 ? static_cast<int>(3 * i % 7 + 4) : -1);
-      }
-      for (const Mode mode : {Mode::kDFlash, Mode::kDSpark}) {
-        if (gpu_test::small() && mode == Mode::kDSpark) continue;
-        cuda::States states;
-        const Report report = cuda::decode(model(), batch, options, mode, {}, &states);
-        for (std::size_t i = 0; i < batch.size(); ++i) {
-          const std::vector<int>&got = report.requests[i].tokens, &expected = plain.requests[i].tokens;
-          const bool dropped = report.requests[i].finish == "dropped";
-          ASSERT_TRUE(dropped ? got.size() <= expected.size() : got.size() == expected.size()) << name_of(mode) << " " << i;
-          ASSERT_TRUE(std::equal(got.begin(), got.end(), expected.begin())) << name_of(mode) << " " << temperature << " request " << i;
-          const std::map<int, std::uint64_t> digests(plain_states[i].begin(), plain_states[i].end());
-          ASSERT_FALSE(states[i].empty());
-          for (const auto& [n, digest] : states[i]) {
-            ASSERT_TRUE(digests.count(n)) << n;
-            ASSERT_EQ(digests.at(n), digest) << name_of(mode) << " " << temperature << " request " << i << " at " << n;
-            ++states_seen;
-          }
-        }
-      }
-    }
-  }
-  RecordProperty("prompts", std::to_string(count));
-  RecordProperty("states", std::to_string(states_seen));
-  std::printf("%zu prompts, %zu states after steps\n", count, states_seen);
-}
-
 std::vector<std::vector<int>> prompts() {
   return {tokens_of("In the beginning God created", model().target.config), tokens_of("And it came to pass", model().target.config)};
 }
 
-// (All of them, one by one: EngineEmulated.AnyAllocationMayFail.)
-TEST(EngineGpu, AllocationsMayFail) {
+TEST(EngineGpu, AnyAllocationMayFail) {
   SPECSTATE_NEEDS_GPU();
   if (gpu_test::small()) return;  // no kernel is reached
   GenerateOptions options;
@@ -170,67 +110,137 @@ TEST(EngineGpu, AllocationsMayFail) {
   const std::int64_t count = cuda::Memory::fail_at(-1) - before;
   ASSERT_GT(count, 100);
   const std::int64_t alive = cuda::Memory::alive();
-  for (std::int64_t i = 0; i < count; i += 11) {
+  int refused_device = 0, refused_pinned = 0;
+  for (std::int64_t i = 0; i < count; ++i) {
     cuda::Memory::fail_at(i);
     try {
       cuda::decode(model(), prompts(), options, Mode::kDSpark, {}, nullptr);
       ADD_FAILURE() << "allocation " << i << " of " << count << " failed and nobody said so";
     } catch (const Error& e) {
       EXPECT_EQ(e.kind(), ErrorKind::kRuntime);
-      EXPECT_NE(std::string(e.what()).find("generate: expected "), std::string::npos) << e.what();
+      const std::string what = e.what();
+      EXPECT_EQ(what.rfind("generate: expected ", 0), 0u) << what;
+      refused_device += what.find(" bytes of device memory for ") != std::string::npos;
+      refused_pinned += what.find(" bytes of pinned host memory for ") != std::string::npos;
     }
     cuda::Memory::fail_at(-1);
     ASSERT_EQ(cuda::Memory::alive(), alive) << "after allocation " << i;
   }
+  EXPECT_EQ(refused_device + refused_pinned, count);
+  EXPECT_GT(refused_pinned, 10);
   const Report again = cuda::decode(model(), prompts(), options, Mode::kDSpark, {}, nullptr);
   for (std::size_t i = 0; i < again.requests.size(); ++i) EXPECT_EQ(again.requests[i].tokens, good.requests[i].tokens);
 }
 
-std::int64_t resident_kilobytes() {
+/// What the driver says that this program holds of the GPU; where it says nothing of programs, what is not free (then others' memory counts too).
+class DeviceUse {
+ public:
+  DeviceUse() {
+    char bus[32] = "";
+    void* const nvml = dlopen("libnvidia-ml.so.1", RTLD_NOW);
+    if (!nvml || cudaDeviceGetPCIBusId(bus, sizeof bus, 0) != cudaSuccess) return;
+    const auto init = reinterpret_cast<int (*)()>(dlsym(nvml, "nvmlInit_v2"));
+    const auto by_bus = reinterpret_cast<int (*)(const char*, void**)>(dlsym(nvml, "nvmlDeviceGetHandleByPciBusId_v2"));
+    processes_ = reinterpret_cast<int (*)(void*, unsigned*, Process*)>(dlsym(nvml, "nvmlDeviceGetComputeRunningProcesses_v3"));
+    if (!init || !by_bus || !processes_ || init() != 0 || by_bus(bus, &device_) != 0) processes_ = nullptr;
+    own_ = now() >= 0;
+    if (!own_) processes_ = nullptr;
+  }
+  bool own() const { return own_; }
+  std::int64_t now() const {
+    if (!processes_) {
+      std::size_t free = 0, total = 0;
+      cudaMemGetInfo(&free, &total);
+      return static_cast<std::int64_t>(total - free);
+    }
+    Process all[256];
+    unsigned n = 256;
+    if (processes_(device_, &n, all) != 0) return -1;
+    for (unsigned i = 0; i < n; ++i)
+      if (all[i].pid == static_cast<unsigned>(getpid()) && all[i].used < std::uint64_t{1} << 48) return static_cast<std::int64_t>(all[i].used);
+    return -1;
+  }
+
+ private:
+  struct Process {
+    unsigned pid;
+    std::uint64_t used;
+    unsigned gpu_instance, compute_instance;
+  };
+  int (*processes_)(void*, unsigned*, Process*) = nullptr;
+  void* device_ = nullptr;
+  bool own_ = false;
+};
+
+std::int64_t resident_bytes() {
   std::ifstream status("/proc/self/status");
   std::string word;
   while (status >> word)
-    if (word == "VmRSS:") return status >> word, std::stoll(word);
+    if (word == "VmRSS:") return status >> word, std::stoll(word) * 1024;
   return 0;
+}
+
+/// Values over time on a line: how much an hour, and the standard error of that.
+std::pair<double, double> per_hour(const std::vector<double>& seconds, const std::vector<double>& values) {
+  const double n = static_cast<double>(seconds.size());
+  const double t = std::accumulate(seconds.begin(), seconds.end(), 0.0) / n, v = std::accumulate(values.begin(), values.end(), 0.0) / n;
+  double tt = 0, tv = 0, rest = 0;
+  for (std::size_t i = 0; i < seconds.size(); ++i)
+    tt += (seconds[i] - t) * (seconds[i] - t), tv += (seconds[i] - t) * (values[i] - v);
+  for (std::size_t i = 0; i < seconds.size(); ++i) rest += std::pow(values[i] - v - tv / tt * (seconds[i] - t), 2);
+  return {3600 * tv / tt, 3600 * std::sqrt(rest / std::max(1.0, n - 2) / tt)};
 }
 
 TEST(EngineGpu, MemoryDoesNotGrow) {
   SPECSTATE_NEEDS_GPU();
   if (gpu_test::small()) return;  // nothing of it is left in a small run
-  // Requests come and go all the time; memory of both sides is looked at while they do, once every graph exists. SPECSTATE_SOAK_SECONDS makes it
-  // longer: runs follow each other until then.
-  const char* const soak = std::getenv("SPECSTATE_SOAK_SECONDS");
-  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(soak ? std::atoi(soak) : 0);
+  // Requests come and go all the time, run after run; memory of both sides is looked at in the midst of each run and at its end.
+  // ENGINE_SOAK_SECONDS makes it longer, ENGINE_SOAK_JSON names a file for what was seen (tools/gpu_soak.py).
+  const char *const soak = std::getenv("ENGINE_SOAK_SECONDS"), *const json = std::getenv("ENGINE_SOAK_JSON");
   GenerateOptions options;
-  options.max_new_tokens = soak ? 3000 : 300;
+  options.max_new_tokens = soak ? 2000 : 300;
   options.deterministic = true;
   std::vector<std::vector<int>> many;
-  for (int i = 0; i < 16; ++i) {
+  for (int i = 0; i < 24; ++i) {  // of which 16 at once
     many.push_back(tokens_of("Verse " + std::to_string(i), model().target.config));
     options.start_steps.push_back(5 * i), options.drop_steps.push_back(i % 4 == 3 ? 5 * i + 40 : -1);
   }
-  std::vector<std::size_t> free;
-  std::size_t emitted = 0, total = 0;
-  Callbacks callbacks;
-  callbacks.text = [&](std::size_t, std::string_view bytes) {
-    if ((emitted += bytes.size()) % 512 < bytes.size()) cudaMemGetInfo(&free.emplace_back(), &total);
-  };
+  options.max_batch = 16;
+  const DeviceUse device;
+  std::int64_t bytes = 0, within = 0, tokens = 0;
+  std::vector<double> seconds, on_device, on_host;
   const auto begin = std::chrono::steady_clock::now();
-  std::int64_t first_host = 0, last_host = 0;
+  const auto since = [&] { return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count(); };
+  Callbacks callbacks;
   int runs = 0;
   do {
-    free.clear();
-    cuda::decode(model(), many, options, Mode::kDFlash, callbacks, nullptr);
-    ASSERT_GT(free.size(), 5u);
-    // Free device memory is everybody's: it tells something only where this program is alone.
-    if (soak) EXPECT_EQ(free[free.size() / 2], free.back()) << emitted << " bytes were emitted";
-    last_host = resident_kilobytes();
-    if (runs++ < 3) first_host = last_host;  // three runs until everything that is kept has been made
-  } while (runs < 6 || std::chrono::steady_clock::now() < end);
-  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-  std::printf("%d runs, %zu bytes emitted in %.0f s; host memory %lld kB after three runs, %lld kB at the end\n", runs, emitted, seconds,
-              static_cast<long long>(first_host), static_cast<long long>(last_host));
-  EXPECT_LT(last_host - first_host, 4096);
+    bytes = 0;
+    std::vector<std::int64_t> during;  // every graph exists at the first of them
+    callbacks.text = [&](std::size_t, std::string_view text) {
+      if ((bytes += static_cast<std::int64_t>(text.size())) % 1024 < static_cast<std::int64_t>(text.size())) during.push_back(device.now());
+    };
+    const Report report = cuda::decode(model(), many, options, Mode::kDFlash, callbacks, nullptr);
+    for (const RequestReport& r : report.requests) tokens += static_cast<std::int64_t>(r.tokens.size());
+    ASSERT_GT(during.size(), 2u);
+    within = std::max(within, during.back() - during[during.size() / 2]);
+    if (runs++ < 3) continue;  // until everything that is kept has been made
+    seconds.push_back(since()), on_device.push_back(static_cast<double>(device.now())), on_host.push_back(static_cast<double>(resident_bytes()));
+  } while (runs < 7 || since() < (soak ? std::atof(soak) : 0));
+  const auto [device_rate, device_error] = per_hour(seconds, on_device);
+  const auto [host_rate, host_error] = per_hour(seconds, on_host);
+  std::ostringstream said;
+  said.precision(12);
+  said << "{\"seconds\": " << since() << ", \"runs\": " << runs << ", \"tokens\": " << tokens << ", \"device_is_of\": \"" << (device.own() ? "this program" : "all programs")
+       << "\", \"device_bytes\": [" << on_device.front() << ", " << on_device.back() << "], \"device_bytes_within_a_run\": " << within
+       << ", \"device_bytes_per_hour\": " << device_rate << ", \"device_standard_error\": " << device_error << ", \"host_bytes\": [" << on_host.front() << ", "
+       << on_host.back() << "], \"host_bytes_per_hour\": " << host_rate << ", \"host_standard_error\": " << host_error << "}\n";
+  std::printf("%s", said.str().c_str());
+  if (json) std::ofstream(json) << said.str();
+  if (device.own()) {
+    EXPECT_EQ(within, 0);
+    EXPECT_LE(on_device.back(), on_device.front());
+  }
+  EXPECT_LT(on_host.back() - on_host.front(), 4 << 20);
 }
 
 }  // namespace

@@ -41,6 +41,14 @@ def test_lossless(mode):
     assert report["mean_accepted_length"] > 1
 
 
+@pytest.mark.parametrize("force", [1, 5])
+def test_forced_acceptance_is_that_of_the_cpu(force):
+    arguments = (*files(PROMPTS[:4]), "--mode", "dspark", "--max-new-tokens", 32, "--check-lossless", "--force-accept", force)
+    gpu, cpu = generate(*arguments), generate(*arguments, device="cpu")
+    assert gpu["lossless"] is True and tokens(gpu) == tokens(cpu)
+    assert gpu["accepted_lengths"] == cpu["accepted_lengths"] and gpu["accepted_lengths"][force] >= gpu["steps"] - 4
+
+
 def test_a_request_does_not_depend_on_its_batch():
     alone = [generate(*files([p]), "--mode", "dspark", "--max-new-tokens", 32, "--deterministic") for p in PROMPTS[:3]]
     together = generate(*files(PROMPTS[:3]), "--mode", "dspark", "--max-new-tokens", 32, "--deterministic")
@@ -79,6 +87,15 @@ def test_more_prompts_than_places():
     report = generate(*prompts, "--mode", "dflash", "--max-new-tokens", 12, "--deterministic", "--max-batch", 3)
     at_once = generate(*prompts, "--mode", "dflash", "--max-new-tokens", 12, "--deterministic")
     assert tokens(report) == tokens(at_once) and [r["state_digest"] for r in report["requests"]] == [r["state_digest"] for r in at_once["requests"]]
+
+
+def test_more_memory_than_the_gpu_has():
+    """Refused by the driver itself; each allocation that may fail, one by one: engine_gpu_test.cpp."""
+    prompts = ["--prompt", "a"] * 1024
+    said = call(*prompts, "--mode", "plain", "--max-new-tokens", 1, "--max-batch", 1024, "--hot-slots", 1 << 20, "--device", "cuda", status=1)
+    assert said.stdout == b""
+    assert said.stderr.startswith(b"specstate: generate: expected ") and b" bytes of device memory for hot KV rows, got cudaErrorMemoryAllocation (" in said.stderr
+    assert said.stderr.count(b"\n") == 1
 
 
 def test_trace(tmp_path):
