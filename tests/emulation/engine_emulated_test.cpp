@@ -160,8 +160,8 @@ TEST_P(Forced, EveryStepCommitsSoManyAndEveryStateIsPlainDecodings) {
   EXPECT_EQ(report.steps, cpu.steps);
 }
 INSTANTIATE_TEST_SUITE_P(EngineEmulated, Forced,
-                         testing::Values(std::tuple(Mode::kDFlash, 0.0, 1), std::tuple(Mode::kDSpark, 0.9, 2), std::tuple(Mode::kDSpark, 0.0, 3),
-                                         std::tuple(Mode::kDFlash, 0.9, 64)));
+                         testing::Values(std::tuple(Mode::kDFlash, 0.0, 1), std::tuple(Mode::kDSpark, 0.9, 2),
+                                         std::tuple(Mode::kDSpark, 0.0, 3), std::tuple(Mode::kDFlash, 0.9, 64)));
 
 TEST(EngineEmulated, AutoMeasuresAllKindsAndKeepsOne) {
   GenerateOptions o = options(45);

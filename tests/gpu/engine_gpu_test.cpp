@@ -157,7 +157,8 @@ class DeviceUse {
     unsigned n = 256;
     if (processes_(device_, &n, all) != 0) return -1;
     for (unsigned i = 0; i < n; ++i)
-      if (all[i].pid == static_cast<unsigned>(getpid()) && all[i].used < std::uint64_t{1} << 48) return static_cast<std::int64_t>(all[i].used);
+      if (all[i].pid == static_cast<unsigned>(getpid()) && all[i].used < std::uint64_t{1} << 48)
+        return static_cast<std::int64_t>(all[i].used);
     return -1;
   }
 
@@ -185,8 +186,7 @@ std::pair<double, double> per_hour(const std::vector<double>& seconds, const std
   const double n = static_cast<double>(seconds.size());
   const double t = std::accumulate(seconds.begin(), seconds.end(), 0.0) / n, v = std::accumulate(values.begin(), values.end(), 0.0) / n;
   double tt = 0, tv = 0, rest = 0;
-  for (std::size_t i = 0; i < seconds.size(); ++i)
-    tt += (seconds[i] - t) * (seconds[i] - t), tv += (seconds[i] - t) * (values[i] - v);
+  for (std::size_t i = 0; i < seconds.size(); ++i) tt += (seconds[i] - t) * (seconds[i] - t), tv += (seconds[i] - t) * (values[i] - v);
   for (std::size_t i = 0; i < seconds.size(); ++i) rest += std::pow(values[i] - v - tv / tt * (seconds[i] - t), 2);
   return {3600 * tv / tt, 3600 * std::sqrt(rest / std::max(1.0, n - 2) / tt)};
 }
@@ -224,16 +224,18 @@ TEST(EngineGpu, MemoryDoesNotGrow) {
     ASSERT_GT(during.size(), 2u);
     within = std::max(within, during.back() - during[during.size() / 2]);
     if (runs++ < 3) continue;  // until everything that is kept has been made
-    seconds.push_back(since()), on_device.push_back(static_cast<double>(device.now())), on_host.push_back(static_cast<double>(resident_bytes()));
+    seconds.push_back(since()), on_device.push_back(static_cast<double>(device.now())),
+        on_host.push_back(static_cast<double>(resident_bytes()));
   } while (runs < 7 || since() < (soak ? std::atof(soak) : 0));
   const auto [device_rate, device_error] = per_hour(seconds, on_device);
   const auto [host_rate, host_error] = per_hour(seconds, on_host);
   std::ostringstream said;
   said.precision(12);
-  said << "{\"seconds\": " << since() << ", \"runs\": " << runs << ", \"tokens\": " << tokens << ", \"device_is_of\": \"" << (device.own() ? "this program" : "all programs")
-       << "\", \"device_bytes\": [" << on_device.front() << ", " << on_device.back() << "], \"device_bytes_within_a_run\": " << within
-       << ", \"device_bytes_per_hour\": " << device_rate << ", \"device_standard_error\": " << device_error << ", \"host_bytes\": [" << on_host.front() << ", "
-       << on_host.back() << "], \"host_bytes_per_hour\": " << host_rate << ", \"host_standard_error\": " << host_error << "}\n";
+  said << "{\"seconds\": " << since() << ", \"runs\": " << runs << ", \"tokens\": " << tokens << ", \"device_is_of\": \""
+       << (device.own() ? "this program" : "all programs") << "\", \"device_bytes\": [" << on_device.front() << ", " << on_device.back()
+       << "], \"device_bytes_within_a_run\": " << within << ", \"device_bytes_per_hour\": " << device_rate
+       << ", \"device_standard_error\": " << device_error << ", \"host_bytes\": [" << on_host.front() << ", " << on_host.back()
+       << "], \"host_bytes_per_hour\": " << host_rate << ", \"host_standard_error\": " << host_error << "}\n";
   std::printf("%s", said.str().c_str());
   if (json) std::ofstream(json) << said.str();
   if (device.own()) {

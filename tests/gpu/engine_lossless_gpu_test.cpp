@@ -55,14 +55,16 @@ TEST_P(HeldOut, IsLosslessAfterEveryStep) {
   const auto prompts = held_out();
   const std::size_t n = prompts.size();
   GenerateOptions options;
-  options.max_new_tokens = small() ? 3 : 48, options.deterministic = true, options.chunk = 1024, options.temperature = GetParam(), options.seed = 5;
+  options.max_new_tokens = small() ? 3 : 48, options.deterministic = true, options.chunk = 1024, options.temperature = GetParam(),
+  options.seed = 5;
   cuda::States plain_states;
   const Report plain = cuda::decode(model(), prompts, options, Mode::kPlain, {}, &plain_states);
   std::vector<std::vector<int>> known;
   for (const RequestReport& r : plain.requests) known.push_back(r.tokens);
   options.max_batch = 16;
   std::size_t states_seen = 0;
-  for (const auto& [mode, forced] : {Case{Mode::kDFlash, 0}, Case{Mode::kDSpark, 0}, Case{Mode::kAuto, 0}, Case{Mode::kDFlash, 2}, Case{Mode::kDSpark, 7}}) {
+  for (const auto& [mode, forced] :
+       {Case{Mode::kDFlash, 0}, Case{Mode::kDSpark, 0}, Case{Mode::kAuto, 0}, Case{Mode::kDFlash, 2}, Case{Mode::kDSpark, 7}}) {
     if (small() && mode != Mode::kDFlash) continue;
     const std::string what = name_of(mode) + (forced ? " forced to " + std::to_string(forced) : "");
     options.force_accept = forced;

@@ -1,25 +1,27 @@
 // The block drafters' own kernels: rotary of the block's rows, attention over the materialized context and the block, and the proposals.
 #include <algorithm>
 
-#include "cuda/launch.hpp"
 #include "runtime/cuda/math.cuh"
 #include "runtime/cuda/ops.hpp"
+#include "runtime/cuda/turn.cuh"
 
 namespace specstate::runtime::cuda {
 
 using specstate::cuda::blocks_for;
-using specstate::cuda::launch;
 
 namespace {
 
 using i64 = std::int64_t;
 using i32 = std::int32_t;
-constexpr int kThreads = 256, kWarps = kThreads / 32, kMaxDim = 256;
+constexpr int kThreads = 256, kWarps = kThreads / 32, kMaxDim = 256, kAtOnce = 8;
 
-__global__ void __launch_bounds__(kThreads) ids_of_block(Rows rows, i64 block, const i32* last, i64 mask, i64* ids) {
-  const i64 i = i64{blockIdx.x} * kThreads + threadIdx.x;
-  if (i >= rows.batch * block) return;
-  ids[i] = i % block == 0 && i / block < *rows.real ? last[rows.requests[i / block]] : mask;
+__global__ void __launch_bounds__(kThreads)
+    embed_rows_of_block(Rows rows, i64 block, const i32* last, i64 mask, const float* table, i64 d, float* x) {
+  my_turn();
+  const i64 i = i64{blockIdx.x} * kThreads + threadIdx.x, row = i / d, b = row / block;
+  if (b >= rows.batch) return;
+  const i64 id = row % block == 0 && b < *rows.real ? last[rows.requests[b]] : mask;
+  x[i] = table[id * d + i % d];
 }
 
 // A warp a row and head.
@@ -27,6 +29,7 @@ __global__ void __launch_bounds__(kThreads)
     rope(Rows rows, i64 block, float* qkv, i64 stride, i64 heads, i64 kv_heads, i64 D, const float* q_norm, const float* k_norm, float eps,
          const float* table, i64 R, float scale) {
   __shared__ float values[kWarps][kMaxDim];
+  my_turn();
   const i64 item = i64{blockIdx.x} * kWarps + threadIdx.x / 32, row = item / (heads + kv_heads), h = item % (heads + kv_heads);
   if (row >= rows.batch * block || row / block >= *rows.real) return;
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -57,6 +60,7 @@ __global__ void __launch_bounds__(kThreads)
   float* score = reinterpret_cast<float*>(memory);
   __shared__ float query[kMaxDim], room[kWarps], parts[kThreads];
   const i64 row = blockIdx.x, b = row / block, h = blockIdx.y, kv = h / (heads / kv_heads), step = kv_heads * D;
+  my_turn();
   if (b >= *rows.real) return;
   const int t = static_cast<int>(threadIdx.x), lane = t % 32, warp = t / 32;
   const i64 n = rows.positions[b * rows.width], own = n + row % block, first = window ? max(i64{0}, own - window + 1) : 0,
@@ -66,10 +70,26 @@ __global__ void __launch_bounds__(kThreads)
   const float *block_keys = qkv + b * block * stride + (heads + kv) * D, *block_values = block_keys + kv_heads * D;
   for (i64 i = t; i < D; i += kThreads) query[i] = qkv[row * stride + h * D + i];
   __syncthreads();
-  for (i64 k = warp; k < total; k += kWarps) {
-    const i64 p = first + k;
+  // Of several keys at a time, so that their loads are in flight together.
+  const i64 context = max(i64{0}, n - first);
+  for (i64 k0 = warp; k0 < context; k0 += kWarps * kAtOnce) {
+    float dot[kAtOnce] = {};
+    for (i64 i = lane; i < D; i += 32)
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) {
+        const i64 k = min(k0 + u * kWarps, context - 1);
+        dot[u] = fmaf(query[i], from_bits(keys[(first + k) * step + i]), dot[u]);
+      }
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      dot[u] = sum_chains(dot[u]);
+      if (lane == 0 && k0 + u * kWarps < context) score[k0 + u * kWarps] = dot[u];
+    }
+  }
+  for (i64 k = context + warp; k < total; k += kWarps) {
+    const float* key = block_keys + (first + k - n) * stride;
     float dot = 0;
-    for (i64 i = lane; i < D; i += 32) dot = fmaf(query[i], p < n ? from_bits(keys[p * step + i]) : block_keys[(p - n) * stride + i], dot);
+    for (i64 i = lane; i < D; i += 32) dot = fmaf(query[i], key[i], dot);
     dot = sum_chains(dot);
     if (lane == 0) score[k] = dot;
   }
@@ -90,11 +110,20 @@ __global__ void __launch_bounds__(kThreads)
   for (int w = 0; w < kWarps; ++w) sum += room[w];
   const int chains = static_cast<int>(kThreads / D), c = t % static_cast<int>(D), chain = t / static_cast<int>(D);
   float acc = 0;
-  if (chain < chains)
-    for (i64 k = chain; k < total; k += chains) {
+  if (chain < chains) {
+    i64 k = chain;
+    for (; k + (kAtOnce - 1) * chains < context; k += kAtOnce * chains) {
+      float v[kAtOnce];
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) v[u] = from_bits(values[(first + k + u * chains) * step + c]);
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) acc = fmaf(score[k + u * chains], v[u], acc);
+    }
+    for (; k < total; k += chains) {
       const i64 p = first + k;
       acc = fmaf(score[k], p < n ? from_bits(values[p * step + c]) : block_values[(p - n) * stride + c], acc);
     }
+  }
   parts[t] = acc;
   __syncthreads();
   if (chain == 0) {
@@ -105,8 +134,8 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void block_ids(const Rows& rows, i64 block, const i32* last, i64 mask, i64* ids, Stream stream) {
-  launch(ids_of_block, {blocks_for(rows.batch * block, kThreads), kThreads}, stream, rows, block, last, mask, ids);
+void embed_block(const Rows& rows, i64 block, const i32* last, i64 mask, const float* table, i64 d, float* x, Stream stream) {
+  launch(embed_rows_of_block, {blocks_for(rows.batch * block * d, kThreads), kThreads}, stream, rows, block, last, mask, table, d, x);
 }
 void rope_block(const Rows& rows, i64 block, float* qkv, i64 stride, i64 heads, i64 kv_heads, i64 D, const float* q_norm,
                 const float* k_norm, float eps, const float* table, i64 R, float scale, Stream stream) {

@@ -57,7 +57,6 @@ Drafter::Drafter(const DraftWeights& weights, const TargetWeights& target, const
 
   const i64 rows = limits_.batch * B, context_rows = std::max<i64>(limits_.batch * limits_.window, limits_.chunk);
   const auto activations = [&](i64 n, i64 width) { return memory.device<float>(n * width, "the drafter's activations"); };
-  ids_ = memory.device<i64>(rows, "the drafter's activations");
   x_ = activations(rows, d), h_ = activations(rows, d), qkv_ = activations(rows, (heads_.count + 2 * N) * D);
   all_mixed_ = mixed_ = activations(rows, all_heads * D);
   if (exchange_.group) all_mixed_ = activations(rows, all_heads * D);
@@ -109,8 +108,7 @@ void Drafter::propose(const Step& step, const Choice& choice, double* probabilit
   const Rows rows = step.rows();
   const i64 B = config_.block, M = step.batch * B, d = config_.hidden, D = config_.head_dim, heads = heads_.count, kv = kv_heads_.count,
             F = config_.intermediate, width = (heads + 2 * kv) * D, V = config_.vocab, pool = i64{limits_.requests} * limits_.context;
-  block_ids(rows, B, tables_.last, config_.mask_id, ids_, stream);
-  embed(embed_, d, ids_, M, x_, stream);
+  embed_block(rows, B, tables_.last, config_.mask_id, embed_, d, x_, stream);
   for (std::size_t l = 0; l < layers_.size(); ++l) {
     const Layer& layer = layers_[l];
     matmul(layer.qkv, normed(x_, d, layer.input_norm, config_.rms_eps, h_), M, qkv_, width, stream);

@@ -50,7 +50,6 @@ class Drafter {
   float* rope_;
   TensorView k_view_, v_view_;
   draft_kv::MaterializeIntoPoolParams params_;  // all but the rows
-  std::int64_t* ids_;
   float *x_, *h_, *qkv_, *mixed_, *all_mixed_, *wide_, *act_, *logits_, *ctx_;
 };
 

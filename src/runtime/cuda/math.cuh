@@ -1,5 +1,7 @@
 #pragma once
 // The CPU's row arithmetic (cpu/vector.hpp, cpu/vector-inl.hpp) on a warp: 32 interleaved chains are its 32 lanes, so sums have the same bits.
+#include <cuda_runtime.h>
+
 #include <cstdint>
 
 #include "core/numeric.hpp"

@@ -2,20 +2,18 @@
 // bits are the CPU's, and what a speculative step computes for a row is what plain decoding computes.
 //
 // A block takes 32 outputs (two panels) and 8 or 32 rows, a warp 1 or 4 of them. The weights of 192 k come into shared memory with all loads in
-// flight at once, because the chain that follows cannot wait for each; rows are broadcasts from shared memory. With few rows a warp has one: then the chain's latency,
+// flight at once, because the chain that follows cannot wait for each, and the next ones while that chain runs; rows are broadcasts from shared memory. With few rows a warp has one: then the chain's latency,
 // 4 cycles a k, is the whole time, and more rows a warp would only add to it. Norms and activations are computed on the way into shared memory, with the
 // operations of rows.cu.
 #include <algorithm>
 
 #include "core/numeric.hpp"
-#include "cuda/launch.hpp"
 #include "runtime/cuda/math.cuh"
 #include "runtime/cuda/memory.hpp"
 #include "runtime/cuda/ops.hpp"
+#include "runtime/cuda/turn.cuh"
 
 namespace specstate::runtime::cuda {
-
-using specstate::cuda::launch;
 
 namespace {
 
@@ -32,11 +30,26 @@ __global__ void __launch_bounds__(kThreads) product(Heads heads, i64 n, i64 k, i
                                                     float eps, float* y, i64 y_stride, const float* add) {
   __shared__ std::uint32_t w_tile[2][kChunk / 2][kPanel];
   __shared__ float x_tile[kWarps * kRows][kChunk];
-  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const int t = static_cast<int>(threadIdx.x), lane = t % 32, warp = t / 32;
   const i64 panel_words = (k + 1) / 2 * kPanel, first_panel = i64{blockIdx.x} * 2, row0 = i64{blockIdx.y} * kWarps * kRows;
   const std::uint32_t* w = heads.w[blockIdx.z];
   x += blockIdx.z * heads.x_step, y += blockIdx.z * heads.y_step;
   __shared__ float scales[kWarps * kRows];
+  // The next chunk's weights are on their way while this one is multiplied; the first ones before the kernel's turn.
+  constexpr int kQuads = kChunk / 2 * kPanel / 4, kLoads = 2 * kQuads / kThreads;
+  uint4 ahead[kLoads];
+  const auto fetch = [&](i64 k0) {
+    const int quads = static_cast<int>((min(i64{kChunk}, k - k0) + 1) / 2 * kPanel / 4);
+#pragma unroll
+    for (int l = 0; l < kLoads; ++l) {
+      const int panel = (t + l * kThreads) / kQuads, quad = (t + l * kThreads) % kQuads;
+      ahead[l] = {0, 0, 0, 0};
+      if (quad < quads && (first_panel + panel) * kPanel < n)
+        ahead[l] = *reinterpret_cast<const uint4*>(w + (first_panel + panel) * panel_words + k0 / 2 * kPanel + 4 * quad);
+    }
+  };
+  fetch(0);
+  my_turn();
   if constexpr (kAs == Input::As::kNormed) {
     for (int r = warp * kRows; r < (warp + 1) * kRows && row0 + r < rows; ++r) {
       const float* row = x + (row0 + r) * x_stride;
@@ -46,16 +59,11 @@ __global__ void __launch_bounds__(kThreads) product(Heads heads, i64 n, i64 k, i
   }
   float acc[kRows] = {};
   for (i64 k0 = 0; k0 < k; k0 += kChunk) {
-    const int depth = static_cast<int>(min(i64{kChunk}, k - k0)), words = (depth + 1) / 2 * kPanel;
+    const int depth = static_cast<int>(min(i64{kChunk}, k - k0));
     __syncthreads();
-    for (int i = static_cast<int>(threadIdx.x); i < 2 * words / 4; i += kThreads) {
-      const int panel = i / (words / 4), at = i % (words / 4) * 4;
-      uint4 v = {0, 0, 0, 0};
-      if ((first_panel + panel) * kPanel < n)
-        v = *reinterpret_cast<const uint4*>(w + (first_panel + panel) * panel_words + k0 / 2 * kPanel + at);
-      *reinterpret_cast<uint4*>(&w_tile[panel][0][0] + at) = v;
-    }
-    for (int i = static_cast<int>(threadIdx.x); i < kWarps * kRows * kChunk; i += kThreads) {
+#pragma unroll
+    for (int l = 0; l < kLoads; ++l) *reinterpret_cast<uint4*>(&w_tile[0][0][0] + 4 * (t + l * kThreads)) = ahead[l];
+    for (int i = t; i < kWarps * kRows * kChunk; i += kThreads) {
       const int r = i / kChunk, c = i % kChunk;
       if (row0 + r >= rows || c >= depth) continue;
       float v = x[(row0 + r) * x_stride + k0 + c];
@@ -64,6 +72,7 @@ __global__ void __launch_bounds__(kThreads) product(Heads heads, i64 n, i64 k, i
       x_tile[r][c] = v;
     }
     __syncthreads();
+    if (k0 + kChunk < k) fetch(k0 + kChunk);
     if (row0 + warp * kRows >= rows) continue;
     const std::uint32_t* mine = &w_tile[lane / kPanel][0][lane % kPanel];
 #pragma unroll 8

@@ -108,13 +108,12 @@ void select(const Rows& rows, const float* q, std::int64_t stride, std::int64_t 
 void latent_attention(const Rows& rows, const std::int32_t* selected, const std::int32_t* locs, std::int64_t K, const std::uint16_t* latent,
                       const float* up, const float* rope, std::int64_t rope_stride, std::int64_t rope_step, std::int64_t Hm, std::int64_t C,
                       std::int64_t Dr, float scale, float* out, std::int32_t* fault, Stream stream);
-/// totals[0] += hits, totals[1] += misses of a swap's real rows.
-void count_swaps(const Rows& rows, const std::int32_t* hits, const std::int32_t* misses, std::int64_t* totals, Stream stream);
 
 // ---- drafting --------------------------------------------------------------------------------------------------------------------------
 
-/// ids [batch, block]: the last token, then masks.
-void block_ids(const Rows& rows, std::int64_t block, const std::int32_t* last, std::int64_t mask, std::int64_t* ids, Stream stream);
+/// x [batch, block, d] = the embeddings of each request's last token, then masks.
+void embed_block(const Rows& rows, std::int64_t block, const std::int32_t* last, std::int64_t mask, const float* table, std::int64_t d,
+                 float* x, Stream stream);
 /// q and k of the block's rows, in place: norm per head, rotary at the absolute position, q scaled.
 void rope_block(const Rows& rows, std::int64_t block, float* qkv, std::int64_t stride, std::int64_t heads, std::int64_t kv_heads,
                 std::int64_t D, const float* q_norm, const float* k_norm, float eps, const float* table, std::int64_t R, float scale,
@@ -185,8 +184,15 @@ struct Emitted {
   std::int64_t entries = 0, batch = 0, width = 0;
   std::int32_t* written = nullptr;  // [1], device: records so far
 };
+/// What the swaps of a step found.
+struct Swaps {
+  std::int64_t anchors = 0, most = 0;
+  const std::int32_t *hits = nullptr, *misses = nullptr;
+  std::int64_t* totals = nullptr;
+};
 /// Cuts what was accepted at an EOS, keeps the last token and what is left, and publishes: accepted [batch] are the rows that stand.
-void emit(const Step& step, const Tables& tables, int eos, const Emitted& emitted, Stream stream);
+/// And adds up: totals [anchors, 2] += hits and misses [anchors, most] of the step's requests.
+void emit(const Step& step, const Tables& tables, int eos, const Emitted& emitted, const Swaps& swaps, Stream stream);
 
 // ---- comparing -------------------------------------------------------------------------------------------------------------------------
 

@@ -1,12 +1,11 @@
 // Row by row: embedding, norms, activation. A warp owns a row, its lanes are the CPU's 32 chains (math.cuh).
-#include "cuda/launch.hpp"
 #include "runtime/cuda/math.cuh"
 #include "runtime/cuda/ops.hpp"
+#include "runtime/cuda/turn.cuh"
 
 namespace specstate::runtime::cuda {
 
 using specstate::cuda::blocks_for;
-using specstate::cuda::launch;
 
 namespace {
 
@@ -17,12 +16,14 @@ __device__ i64 my_row() { return i64{blockIdx.x} * kRowsOfBlock + threadIdx.x / 
 __device__ i64 my_element() { return i64{blockIdx.x} * kThreads + threadIdx.x; }
 
 __global__ void __launch_bounds__(kThreads) embed_rows(const float* table, i64 d, const i64* ids, i64 rows, float* x) {
+  my_turn();
   const i64 i = my_element();
   if (i < rows * d) x[i] = table[ids[i / d] * d + i % d];
 }
 
 __global__ void __launch_bounds__(kThreads)
     norm_rows(const float* x, i64 x_stride, i64 rows, i64 n, const float* w, float eps, float* y, i64 y_stride) {
+  my_turn();
   const i64 row = my_row();
   if (row >= rows) return;
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -33,6 +34,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 __global__ void __launch_bounds__(kThreads) swiglu_rows(const float* wide, i64 rows, i64 F, float* act) {
+  my_turn();
   const i64 i = my_element();
   if (i >= rows * F) return;
   const float gate = wide[i / F * 2 * F + i % F], up = wide[i / F * 2 * F + F + i % F];
@@ -40,6 +42,7 @@ __global__ void __launch_bounds__(kThreads) swiglu_rows(const float* wide, i64 r
 }
 
 __global__ void __launch_bounds__(kThreads) copy_rows(const float* from, i64 from_stride, i64 rows, i64 d, float* to, i64 to_stride) {
+  my_turn();
   const i64 i = my_element();
   if (i < rows * d) to[i / d * to_stride + i % d] = from[i / d * from_stride + i % d];
 }
@@ -48,6 +51,7 @@ __global__ void __launch_bounds__(kThreads) copy_rows(const float* from, i64 fro
 template <bool kAdd>
 __global__ void __launch_bounds__(kThreads)
     merge_columns(const float* parts, i64 size, i64 part_step, i64 rows, i64 units, i64 unit, float* to, i64 to_stride) {
+  my_turn();
   const i64 i = my_element(), n = units * unit;
   if (i >= rows * n) return;
   const i64 row = i / n, c = i % n, r = ((c / unit + 1) * size - 1) / units, begin = r * units / size * unit,
@@ -57,6 +61,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 __global__ void __launch_bounds__(kThreads) add_ranks(const std::uint64_t* parts, i64 size, i64 n, std::uint64_t* values) {
+  my_turn();
   const i64 i = my_element();
   if (i >= n) return;
   std::uint64_t sum = 0;

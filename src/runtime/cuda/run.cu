@@ -49,7 +49,7 @@ struct Prompt {
   std::uint64_t key = 0;
   int limit = 0, start = 0, drop = -1;
   i64 known_end = 0;  // of its run of forced tokens
-  int slot = -1;  // while it is decoded
+  int slot = -1;      // while it is decoded
   bool done = false;
 };
 
@@ -102,7 +102,7 @@ class Run {
   std::uint64_t *digest_ = nullptr, *digests_ = nullptr;  // [R] device; [prompts] pinned: at their ends
   std::uint64_t* recorded_digests_ = nullptr;             // pinned, [entries, R]
   i32* recorded_lengths_ = nullptr;
-  i64* totals_ = nullptr;  // pinned, as target_->swap_totals()
+  i64* totals_ = nullptr;  // pinned, as target_->swaps().totals
   std::vector<Prompt> prompts_;
   std::vector<int> prompt_of_;    // [slots] -1: free
   std::vector<i32> active_;       // slots of the last step
@@ -319,7 +319,7 @@ void Run::start(int prompt) {
   Step first = all_;
   first.batch = first.width = 1;
   first.real = constants_.one(), first.requests = constants_.iota + p.slot, first.accept = constants_.one(), first.out = all_.target;
-  emit(first, tables_, config_.eos, emitted_, s);
+  emit(first, tables_, config_.eos, emitted_, {}, s);
   publish(-2);
   read_behind(2);
 }
@@ -390,7 +390,7 @@ void Run::enqueue(int batch, int kind) {
     accept::verify_greedy(p, s);
   }
   trace_.mark("accept: verify");
-  emit(step, tables_, config_.eos, emitted_, s);
+  emit(step, tables_, config_.eos, emitted_, target_->swaps(), s);
   trace_.mark("step: emit");
   target_->commit(step, in_place, s);
   for (const auto& d : drafters_)
@@ -517,7 +517,7 @@ void Run::choose_shape() {
 
 Report Run::finish() {
   const i64 anchors = target_->anchors();
-  copy(totals_, target_->swap_totals(), 2 * anchors * 8, queue_.stream());
+  copy(totals_, target_->swaps().totals, 2 * anchors * 8, queue_.stream());
   queue_.wait();
   draft_kv::raise_pending_error(gpu());
   Report::HiSparse& h = report_.hisparse;

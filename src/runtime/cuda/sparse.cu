@@ -1,24 +1,24 @@
 // Sparse MLA around the swap: the row that is cached, the indexer's keys and choice, and attention over the rows that the swap made resident.
 #include <algorithm>
 
-#include "cuda/launch.hpp"
 #include "runtime/cuda/math.cuh"
 #include "runtime/cuda/ops.hpp"
+#include "runtime/cuda/turn.cuh"
 
 namespace specstate::runtime::cuda {
 
 using specstate::cuda::blocks_for;
-using specstate::cuda::launch;
 
 namespace {
 
 using i64 = std::int64_t;
 using i32 = std::int32_t;
-constexpr int kThreads = 128, kRowsOfBlock = kThreads / 32, kWide = 256;
+constexpr int kThreads = 128, kRowsOfBlock = kThreads / 32, kWide = 256, kAtOnce = 8;
 
 // A warp a row.
 __global__ void __launch_bounds__(kThreads)
     latent_rows(Rows rows, const float* kv, i64 stride, i64 C, i64 Dr, const float* norm, float eps, const i32* locs, std::uint16_t* to) {
+  my_turn();
   const i64 row = i64{blockIdx.x} * kRowsOfBlock + threadIdx.x / 32;
   if (row >= rows.count() || row / rows.width >= *rows.real || locs[row] < 0) return;
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -29,6 +29,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 __global__ void __launch_bounds__(kThreads) scatter(const std::uint16_t* from, i64 n, i64 width, const i32* locs, std::uint16_t* to) {
+  my_turn();
   const i64 i = i64{blockIdx.x} * kThreads + threadIdx.x;
   if (i < n * width && locs[i / width] >= 0) to[i64{locs[i / width]} * width + i % width] = from[i];
 }
@@ -36,6 +37,7 @@ __global__ void __launch_bounds__(kThreads) scatter(const std::uint16_t* from, i
 // A warp a row: LayerNorm as cpu::layer_norm, its deviations computed where they are needed again.
 __global__ void __launch_bounds__(kThreads)
     key_rows(Rows rows, const float* x, i64 stride, i64 dim, const float* w, const float* b, i64 L, std::uint16_t* keys) {
+  my_turn();
   const i64 row = i64{blockIdx.x} * kRowsOfBlock + threadIdx.x / 32;
   if (row >= rows.count() || row / rows.width >= *rows.real) return;
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -66,6 +68,32 @@ __device__ void prefix(i32* sums) {
   __syncthreads();
 }
 
+/// The index score of a position against kHeads heads of the query, the sum over the heads before them in `total`.
+template <int kHeads>
+__device__ float index_score(const float* q, const float* weights, const std::uint16_t* key, i64 Di, bool wide, float total) {
+  float dot[kHeads] = {};
+  if (wide) {
+    for (i64 i = 0; i < Di; i += 8) {
+      const uint4 eight = *reinterpret_cast<const uint4*>(key + i);
+      const std::uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+      for (int w = 0; w < 4; ++w)
+#pragma unroll
+        for (int h = 0; h < kHeads; ++h) {
+          dot[h] = fmaf(q[h * Di + i + 2 * w], __uint_as_float(words[w] << 16), dot[h]);
+          dot[h] = fmaf(q[h * Di + i + 2 * w + 1], __uint_as_float(words[w] & 0xFFFF0000u), dot[h]);
+        }
+    }
+  } else {
+    for (i64 i = 0; i < Di; ++i)
+#pragma unroll
+      for (int h = 0; h < kHeads; ++h) dot[h] = fmaf(q[h * Di + i], from_bits(key[i]), dot[h]);
+  }
+#pragma unroll
+  for (int h = 0; h < kHeads; ++h) total = fmaf(weights[h], dot[h] > 0 ? dot[h] : 0.0f, total);
+  return total;
+}
+
 // A block a row. Scores to memory (they stay in L2), then the K-th of them by four rounds of a radix choice, eight bits a round, then
 // positions in rising order: each thread owns a run of neighbours, so ties go to the lower position by counting.
 __global__ void __launch_bounds__(kWide) select_rows(Rows rows, const float* q, i64 stride, i64 weights, i64 Hi, i64 Di, float scale,
@@ -74,6 +102,9 @@ __global__ void __launch_bounds__(kWide) select_rows(Rows rows, const float* q, 
   __shared__ i32 sums[kWide];
   __shared__ std::uint32_t limit;
   __shared__ i32 wanted;
+  SPECSTATE_DYNAMIC_SHARED(memory);
+  float* query = reinterpret_cast<float*>(memory);  // [Hi, Di], then the heads' weights
+  my_turn();
   const i64 row = blockIdx.x, b = row / rows.width;
   const int t = static_cast<int>(threadIdx.x);
   selected += row * K;
@@ -84,13 +115,14 @@ __global__ void __launch_bounds__(kWide) select_rows(Rows rows, const float* q, 
   }
   q += row * stride, scores += row * L;
   const std::uint16_t* mine = keys + rows.requests[b] * L * Di;
+  for (i64 i = t; i < Hi * Di + Hi; i += kWide) query[i] = i < Hi * Di ? q[i] : q[weights + i - Hi * Di] * scale;
+  __syncthreads();
+  const bool wide = Di % 8 == 0;  // rows of 16-byte pieces
   for (i64 p = t; p < n; p += kWide) {
     float total = 0;
-    for (i64 h = 0; h < Hi; ++h) {
-      float dot = 0;
-      for (i64 i = 0; i < Di; ++i) dot = fmaf(q[h * Di + i], from_bits(mine[p * Di + i]), dot);
-      total = fmaf(q[weights + h] * scale, dot > 0 ? dot : 0.0f, total);
-    }
+    i64 h = 0;
+    for (; h + 2 <= Hi; h += 2) total = index_score<2>(query + h * Di, query + Hi * Di + h, mine + p * Di, Di, wide, total);
+    if (h < Hi) total = index_score<1>(query + h * Di, query + Hi * Di + h, mine + p * Di, Di, wide, total);
     scores[p] = total + 0.0f;
   }
   if (t == 0) limit = 0, wanted = static_cast<i32>(K);
@@ -103,12 +135,11 @@ __global__ void __launch_bounds__(kWide) select_rows(Rows rows, const float* q, 
       if (shift == 24 || u >> (shift + 8) == high >> (shift + 8)) atomicAdd(&histogram[u >> shift & 255], 1);
     }
     __syncthreads();
-    if (t == 0) {
-      int bin = 255;
-      i32 left = wanted;
-      while (histogram[bin] < left) left -= histogram[bin--];
-      limit = high | static_cast<std::uint32_t>(bin) << shift, wanted = left;
-    }
+    const i32 left = wanted, here = histogram[255 - t];  // thread t has the t-th highest bin
+    sums[t] = here;
+    prefix(sums);
+    if (sums[t] >= left && sums[t] - here < left)
+      limit = high | static_cast<std::uint32_t>(255 - t) << shift, wanted = left - (sums[t] - here);
     __syncthreads();
   }
   // All scores above the limit are chosen, and the first `wanted` of those that equal it.
@@ -154,9 +185,11 @@ __global__ void __launch_bounds__(kThreads)
     attend(Rows rows, const i32* selected, const i32* locs, i64 K, const std::uint16_t* latent, const float* up, const float* rope,
            i64 rope_stride, i64 rope_step, i64 C, i64 Dr, float scale, float* out, i32* fault) {
   SPECSTATE_DYNAMIC_SHARED(memory);
-  float* score = reinterpret_cast<float*>(memory);  // [K], then the query [C + Dr]
+  float* score = reinterpret_cast<float*>(memory);  // [K], then the query [C + Dr], then the rows
   float* query = score + K;
+  i32* where = reinterpret_cast<i32*>(query + C + Dr);  // [K]
   __shared__ float room[kThreads / 32];
+  my_turn();
   const i64 row = blockIdx.x, h = blockIdx.y, Hm = gridDim.y, width = C + Dr;
   const int t = static_cast<int>(threadIdx.x), lane = t % 32, warp = t / 32;
   out += (row * Hm + h) * C;
@@ -165,22 +198,31 @@ __global__ void __launch_bounds__(kThreads)
     return;
   }
   selected += row * K, locs += row * K;
+  for (i64 k = t; k < K; k += kThreads) {
+    where[k] = locs[k];
+    if (locs[k] < 0 && selected[k] >= 0) *fault = 1;
+  }
   for (i64 i = t; i < width; i += kThreads)
     query[i] = (i < C ? up[(row * Hm + h) * C + i] : rope[row * rope_stride + h * rope_step + i - C]) * scale;
   __syncthreads();
-  for (i64 k = warp; k < K; k += kThreads / 32) {
-    if (locs[k] < 0) {
-      if (lane == 0) {
-        score[k] = -INFINITY;
-        if (selected[k] >= 0) *fault = 1;
-      }
-      continue;
+  // Several rows at a time, so that their loads are in flight together.
+  for (i64 k0 = warp; k0 < K; k0 += kRowsOfBlock * kAtOnce) {
+    const std::uint16_t* kv[kAtOnce];
+    float dot[kAtOnce] = {};
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      const i64 k = k0 + u * kRowsOfBlock;
+      kv[u] = k < K && where[k] >= 0 ? latent + i64{where[k]} * width : nullptr;
     }
-    const std::uint16_t* kv = latent + i64{locs[k]} * width;
-    float dot = 0;
-    for (i64 i = lane; i < width; i += 32) dot = fmaf(query[i], from_bits(kv[i]), dot);
-    dot = sum_chains(dot);
-    if (lane == 0) score[k] = dot;
+    for (i64 i = lane; i < width; i += 32)
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u)
+        if (kv[u]) dot[u] = fmaf(query[i], from_bits(kv[u][i]), dot[u]);
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      dot[u] = sum_chains(dot[u]);
+      if (lane == 0 && k0 + u * kRowsOfBlock < K) score[k0 + u * kRowsOfBlock] = kv[u] ? dot[u] : -INFINITY;
+    }
   }
   __syncthreads();
   float top = -INFINITY;
@@ -197,14 +239,17 @@ __global__ void __launch_bounds__(kThreads)
   const float inverse = 1.0f / sum;
   for (i64 i = t; i < C; i += kThreads) {
     float acc = 0;
-    for (i64 k = 0; k < K; ++k)
-      if (locs[k] >= 0) acc = fmaf(score[k], from_bits(latent[i64{locs[k]} * width + i]), acc);
+    for (i64 k0 = 0; k0 < K; k0 += 2 * kAtOnce) {
+      float v[2 * kAtOnce];
+#pragma unroll
+      for (int u = 0; u < 2 * kAtOnce; ++u)
+        v[u] = k0 + u < K && where[k0 + u] >= 0 ? from_bits(latent[i64{where[k0 + u]} * width + i]) : 0.0f;
+#pragma unroll
+      for (int u = 0; u < 2 * kAtOnce; ++u)
+        if (k0 + u < K && where[k0 + u] >= 0) acc = fmaf(score[k0 + u], v[u], acc);
+    }
     out[i] = acc * inverse;
   }
-}
-
-__global__ void add_counts(Rows rows, const i32* hits, const i32* misses, i64* totals) {
-  for (i64 b = 0; b < *rows.real; ++b) totals[0] += hits[b], totals[1] += misses[b];
 }
 
 }  // namespace
@@ -222,18 +267,15 @@ void store_keys(const Rows& rows, const float* x, i64 stride, i64 dim, const flo
 }
 void select(const Rows& rows, const float* q, i64 stride, i64 weights, i64 Hi, i64 Di, float scale, const std::uint16_t* keys, i64 L, i64 K,
             float* scores, i32* selected, Stream stream) {
-  launch(select_rows, {static_cast<unsigned>(rows.count()), kWide}, stream, rows, q, stride, weights, Hi, Di, scale, keys, L, K, scores,
-         selected);
+  launch(select_rows, {static_cast<unsigned>(rows.count()), kWide, static_cast<std::size_t>(Hi * Di + Hi) * 4}, stream, rows, q, stride,
+         weights, Hi, Di, scale, keys, L, K, scores, selected);
 }
 void latent_attention(const Rows& rows, const i32* selected, const i32* locs, i64 K, const std::uint16_t* latent, const float* up,
                       const float* rope, i64 rope_stride, i64 rope_step, i64 Hm, i64 C, i64 Dr, float scale, float* out, i32* fault,
                       Stream stream) {
   const dim3 grid(static_cast<unsigned>(rows.count()), static_cast<unsigned>(Hm));
-  launch(attend, {grid, kThreads, static_cast<std::size_t>(K + C + Dr) * 4}, stream, rows, selected, locs, K, latent, up, rope, rope_stride,
-         rope_step, C, Dr, scale, out, fault);
-}
-void count_swaps(const Rows& rows, const i32* hits, const i32* misses, i64* totals, Stream stream) {
-  launch(add_counts, {1, 1}, stream, rows, hits, misses, totals);
+  launch(attend, {grid, kThreads, static_cast<std::size_t>(2 * K + C + Dr) * 4}, stream, rows, selected, locs, K, latent, up, rope,
+         rope_stride, rope_step, C, Dr, scale, out, fault);
 }
 
 }  // namespace specstate::runtime::cuda

@@ -1,16 +1,15 @@
 // What a step decides on the device: which requests take part, which ids follow from logits, what was emitted, what is left.
 #include <algorithm>
 
-#include "cuda/launch.hpp"
 #include "runtime/cuda/math.cuh"
 #include "runtime/cuda/ops.hpp"
+#include "runtime/cuda/turn.cuh"
 #include "runtime/digest.hpp"
 #include "runtime/sampler.hpp"
 
 namespace specstate::runtime::cuda {
 
 using specstate::cuda::blocks_for;
-using specstate::cuda::launch;
 
 namespace {
 
@@ -87,6 +86,7 @@ __device__ int draw(const Vocabulary& v, const Choice& c, double u) {
 // A block a window row.
 __global__ void __launch_bounds__(kThreads)
     choose_rows(Rows rows, const float* logits, Choice c, const std::uint64_t* keys, i64* out, double* probabilities, double* uniforms) {
+  my_turn();
   const i64 row = blockIdx.x, b = row / rows.width, j = row % rows.width;
   const int t = static_cast<int>(threadIdx.x);
   const Vocabulary v = vocabulary(c.V);
@@ -109,20 +109,22 @@ __global__ void __launch_bounds__(kThreads)
                                        : uniform(c.seed, key, position - static_cast<std::uint64_t>(j), Draw::kToken);
 }
 
-// A block a request: its proposals one after the other, because DSpark's each correct the next.
+// A block a request: its proposals one after the other, because DSpark's each correct the next. DFlash's do not: there a block has one proposal.
 __global__ void __launch_bounds__(kThreads) propose_rows(Rows rows, i64 block, i64 skip, const float* logits, Choice c,
                                                          const std::uint64_t* keys, Markov markov, i64* candidates, double* probabilities) {
   __shared__ i64 token;
-  const i64 b = blockIdx.x, rank = markov.proj.k, G = block - skip;
+  my_turn();
+  const i64 b = blockIdx.x, rank = markov.proj.k, G = block - skip, first = markov.embed ? 0 : blockIdx.y,
+            end = markov.embed ? G : first + 1;
   const int t = static_cast<int>(threadIdx.x);
   const Vocabulary v = vocabulary(c.V);
   candidates += b * rows.width;
   if (b >= *rows.real) {
-    for (i64 k = t; k < G && k + 1 < rows.width; k += kThreads) candidates[k + 1] = 0;
+    for (i64 k = first + t; k < end && k + 1 < rows.width; k += kThreads) candidates[k + 1] = 0;
     return;
   }
   if (t == 0) token = candidates[0];
-  for (i64 k = 0; k < G; ++k) {
+  for (i64 k = first; k < end; ++k) {
     __syncthreads();
     const float* before = markov.embed ? markov.embed + token * rank : nullptr;
     for (i64 i = t; i < c.V; i += kThreads) {
@@ -157,15 +159,20 @@ __global__ void __launch_bounds__(kThreads) propose_rows(Rows rows, i64 block, i
 
 // One block: a batch is small, and its order must be one.
 __global__ void __launch_bounds__(kThreads) begin_step(Step s, Tables tables, i64 context) {
-  __shared__ i32 real;
+  __shared__ i32 real, of_round[kThreads];
   const int t = static_cast<int>(threadIdx.x);
-  if (t == 0) {
-    i32 n = 0;
-    for (i64 i = 0; i < s.batch; ++i)
-      if (const i32 r = s.slots[i]; r >= 0 && tables.left[r] > 0) s.requests[n++] = r;
-    *s.real = real = n;
+  my_turn();
+  if (t == 0) real = 0;
+  for (i64 first = 0; first < s.batch; first += kThreads) {
+    const i32 r = first + t < s.batch ? s.slots[first + t] : -1;
+    of_round[t] = r >= 0 && tables.left[r] > 0 ? r : -1;
+    __syncthreads();
+    if (t == 0)
+      for (i64 i = 0; i < min(i64{kThreads}, s.batch - first); ++i)
+        if (of_round[i] >= 0) s.requests[real++] = of_round[i];
+    __syncthreads();
   }
-  __syncthreads();
+  if (t == 0) *s.real = real;
   for (i64 b = t; b < s.batch; b += kThreads) {
     const bool in = b < real;
     if (!in) s.requests[b] = 0;
@@ -185,13 +192,15 @@ __global__ void __launch_bounds__(kThreads) begin_step(Step s, Tables tables, i6
 
 // A thread a proposal. It reads plain decoding's tokens backwards from their end: that many are left.
 __global__ void __launch_bounds__(kThreads) force_proposals(Step s, Tables tables, Forced forced) {
+  my_turn();
   const i64 i = i64{blockIdx.x} * kThreads + threadIdx.x, b = i / s.width, k = i % s.width;
   if (b >= *s.real || k >= forced.length || k + 1 >= s.caps[b]) return;
   const i32 r = s.requests[b], truth = forced.known[forced.ends[r] - tables.left[r] + k];
   s.candidates[b * s.width + k + 1] = k + 1 < forced.length ? truth : (truth + 1) % 256;
 }
 
-__global__ void __launch_bounds__(kThreads) emit_step(Step s, Tables tables, int eos, Emitted e) {
+__global__ void __launch_bounds__(kThreads) emit_step(Step s, Tables tables, int eos, Emitted e, Swaps swaps) {
+  my_turn();
   const int t = static_cast<int>(threadIdx.x);
   const i64 entry = *e.written % e.entries;
   for (i64 b = t; b < e.batch; b += kThreads) {
@@ -199,11 +208,19 @@ __global__ void __launch_bounds__(kThreads) emit_step(Step s, Tables tables, int
     if (b < *s.real) {
       const i32 r = s.requests[b];
       i32 left = tables.left[r], last = tables.last[r];
-      while (taken < s.accept[b] && left > 0) {
-        last = static_cast<i32>(s.out[b * s.width + taken]);
-        e.tokens[(entry * e.batch + b) * e.width + taken] = last;
-        ++taken, --left;
-        if (last == eos) left = 0;
+      const i32 n = s.accept[b];
+      while (taken < n && left > 0) {
+        i32 some[4];  // read together
+#pragma unroll
+        for (int u = 0; u < 4; ++u) some[u] = taken + u < n ? static_cast<i32>(s.out[b * s.width + taken + u]) : 0;
+#pragma unroll
+        for (int u = 0; u < 4; ++u) {
+          if (taken >= n || left <= 0) break;
+          last = some[u];
+          e.tokens[(entry * e.batch + b) * e.width + taken] = last;
+          ++taken, --left;
+          if (last == eos) left = 0;
+        }
       }
       tables.left[r] = left, tables.last[r] = last;
       e.request[entry * e.batch + b] = r;
@@ -211,12 +228,16 @@ __global__ void __launch_bounds__(kThreads) emit_step(Step s, Tables tables, int
     e.count[entry * e.batch + b] = taken;
     if (b < s.batch) s.accepted[b] = taken, s.last_step[b] = taken - 1;
   }
+  for (i64 a = t; a < swaps.anchors; a += kThreads)
+    for (i64 b = 0; b < *s.real; ++b)
+      swaps.totals[2 * a] += swaps.hits[a * swaps.most + b], swaps.totals[2 * a + 1] += swaps.misses[a * swaps.most + b];
   __syncthreads();
   if (t == 0) e.fault[entry] = *tables.fault, *e.written += 1;
 }
 
 __global__ void __launch_bounds__(kThreads)
     digest_words(const std::uint32_t* base, i64 step, i64 count, const i32* lengths, std::uint64_t salt, std::uint64_t* digest) {
+  my_turn();
   const i64 r = blockIdx.y, n = lengths ? lengths[r] * count : count;
   std::uint64_t sum = 0;
   for (i64 i = i64{blockIdx.x} * kThreads + threadIdx.x; i < n; i += i64{gridDim.x} * kThreads)
@@ -233,8 +254,9 @@ void choose(const Rows& rows, const float* logits, const Choice& choice, const s
 }
 void propose(const Rows& rows, i64 block, i64 skip, const float* logits, const Choice& choice, const std::uint64_t* keys,
              const Markov& markov, i64* candidates, double* probabilities, Stream stream) {
-  launch(propose_rows, {static_cast<unsigned>(rows.batch), kThreads, vocabulary_bytes(choice.V)}, stream, rows, block, skip, logits, choice,
-         keys, markov, candidates, probabilities);
+  const dim3 grid(static_cast<unsigned>(rows.batch), markov.embed ? 1 : static_cast<unsigned>(block - skip));
+  launch(propose_rows, {grid, kThreads, vocabulary_bytes(choice.V)}, stream, rows, block, skip, logits, choice, keys, markov, candidates,
+         probabilities);
 }
 void begin(const Step& step, const Tables& tables, i64 context, Stream stream) {
   launch(begin_step, {1, kThreads}, stream, step, tables, context);
@@ -242,8 +264,8 @@ void begin(const Step& step, const Tables& tables, i64 context, Stream stream) {
 void force(const Step& step, const Tables& tables, const Forced& forced, Stream stream) {
   launch(force_proposals, {blocks_for(step.batch * step.width, kThreads), kThreads}, stream, step, tables, forced);
 }
-void emit(const Step& step, const Tables& tables, int eos, const Emitted& emitted, Stream stream) {
-  launch(emit_step, {1, kThreads}, stream, step, tables, eos, emitted);
+void emit(const Step& step, const Tables& tables, int eos, const Emitted& emitted, const Swaps& swaps, Stream stream) {
+  launch(emit_step, {1, kThreads}, stream, step, tables, eos, emitted, swaps);
 }
 void add_digest(const void* base, i64 step, i64 count, const i32* lengths, i64 requests, std::uint64_t salt, std::uint64_t* digest,
                 Stream stream) {

@@ -136,11 +136,11 @@ Target::Target(const TargetWeights& weights, const Limits& limits, std::vector<i
     const i64 rows = std::max<i64>(limits_.batch * W, limits_.chunk);  // a prefill chooses for a whole chunk
     s.selected = memory.device<i32>(rows * top_k_, "selections"), s.locs = memory.device<i32>(rows * top_k_, "selections");
     s.miss_src = memory.device<i64>(B * occurrences, "miss plan"), s.miss_dst = memory.device<i32>(B * occurrences, "miss plan");
-    s.miss_count = memory.device<i32>(B, "miss plan"), s.hits = memory.device<i32>(B, "miss plan"),
-    s.misses = memory.device<i32>(B, "miss plan");
+    s.miss_count = memory.device<i32>(B, "miss plan");
   }
   host_locs_ = memory.device<i64>(R * L, "host rows"), prefill_locs_ = memory.device<i32>(tail_, "host rows");
-  totals_ = memory.device<i64>(2 * anchors(), "totals");
+  swaps_ = {anchors(), limits_.batch, memory.device<i32>(anchors() * limits_.batch, "totals"),
+            memory.device<i32>(anchors() * limits_.batch, "totals"), memory.device<i64>(2 * anchors(), "totals")};
 
   const i64 rows = std::max<i64>(limits_.batch * W, limits_.chunk), Hm = mla_part_.count, C = config_.kv_lora_rank;
   const auto activations = [&](i64 width) { return memory.device<float>(rows * width, "activations"); };
@@ -337,10 +337,10 @@ void Target::mla(const Mla& m, const Input& h, const Rows& rows, const Step* ste
     p.state = groups_[m.group].state, p.top_k_device_locs = ints(s.locs, {B, W, K});
     if (scratch_) p.scratch_locs = ints(scratch_, {R, scratch_rows_});
     p.plan = {src, dst, count};
-    p.unique_hits = ints(s.hits, {B}), p.unique_misses = ints(s.misses, {B});
+    const i64 first = static_cast<i64>(m.group) * limits_.batch;
+    p.unique_hits = ints(swaps_.hits + first, {B}), p.unique_misses = ints(swaps_.misses + first, {B});
     hisparse::swap_in(p, stream);
     trace_.mark("hisparse: swap");
-    count_swaps(rows, s.hits, s.misses, totals_ + 2 * static_cast<i64>(m.group), stream);
   } else if (step) {
     hisparse::ReplayPlanParams p;
     p.miss_src = src, p.miss_dst = dst, p.miss_count = count, p.num_real_reqs = ints(step->real, {1});

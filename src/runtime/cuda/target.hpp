@@ -51,8 +51,8 @@ class Target {
   /// out[r] += a hash of everything that is committed of requests first .. first + count - 1; of one rank's share, so that the ranks' sums are the
   /// hash of one card.
   void digest(int first, int count, std::uint64_t* out, Stream stream) const;
-  /// [anchors, 2] hits and misses so far, in device memory.
-  const std::int64_t* swap_totals() const { return totals_; }
+  /// Of the step that runs, and so far: for `emit`.
+  const Swaps& swaps() const { return swaps_; }
   std::int64_t anchors() const { return static_cast<std::int64_t>(groups_.size()); }
   /// Layers that a miss of an anchor is copied for.
   std::int64_t layers_of(std::int64_t anchor) const { return groups_[static_cast<std::size_t>(anchor)].num_layers; }
@@ -117,11 +117,11 @@ class Target {
   std::int32_t *scratch_ = nullptr, *prefill_locs_;
   std::int64_t scratch_rows_ = 0;  // of a request
   struct Selection {
-    std::int32_t *selected, *locs, *miss_dst, *miss_count, *hits, *misses;
+    std::int32_t *selected, *locs, *miss_dst, *miss_count;
     std::int64_t* miss_src;
   };
   std::vector<Selection> selections_;  // [anchors]
-  std::int64_t* totals_;
+  Swaps swaps_;
   // Activations.
   float *x_, *h_, *proj_, *gate_, *out_gate_, *mixed_, *all_mixed_, *query_, *latent_, *wide_, *act_, *logits_, *features_, *scores_;
 };
