@@ -108,6 +108,20 @@ __device__ __forceinline__ void barrier_wait(std::uint64_t* barrier, std::uint32
                    "r"(parity)
                    : "memory"));
 }
+/// Whether it is complete.
+__device__ __forceinline__ bool barrier_passed(std::uint64_t* barrier, std::uint32_t parity) {
+  std::uint32_t done = 0;
+  SPECSTATE_SM90(
+      asm volatile("{\n"
+                   ".reg .pred done;\n"
+                   "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+                   "selp.u32 %0, 1, 0, done;\n"
+                   "}\n"
+                   : "=r"(done)
+                   : "r"(shared(barrier)), "r"(parity)
+                   : "memory"));
+  return done != 0;
+}
 /// Between stores of threads to shared memory and a bulk copy (or tensor cores) that reads it: in each writing thread, before the
 /// barrier of the block.
 __device__ __forceinline__ void fence_async() { SPECSTATE_SM90(asm volatile("fence.proxy.async.shared::cta;" ::: "memory")); }

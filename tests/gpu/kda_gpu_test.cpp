@@ -288,7 +288,10 @@ struct Case {
 };
 
 struct Forcing {
-  Forcing(int rows, int frozen = -1) { kda::cuda::forced().rows = rows, kda::cuda::forced().frozen = frozen; }
+  Forcing(int rows, int frozen = -1, int frame = -1, int warps = 0) {
+    kda::cuda::Forced& f = kda::cuda::forced();
+    f.rows = rows, f.frozen = frozen, f.frame = frame, f.warps = warps;
+  }
   ~Forcing() { kda::cuda::forced() = {}; }
 };
 
@@ -417,13 +420,16 @@ TEST_F(KdaGpu, BitsDoNotDependOnTheLaunch) {
     Case c(o);
     for (int frozen : {0, 1}) {
       std::map<std::string, std::vector<unsigned char>> first;
-      for (int rows : {8, 4, 2, 1}) {
-        const Forcing forcing(rows, frozen);
+      const auto same = [&](int rows, int frame, int warps) {
+        const Forcing forcing(rows, frozen, frame, warps);
         const auto now = c.on_gpu(false);
         if (first.empty()) first = now;
         for (const auto& [name, bytes] : now)
-          EXPECT_TRUE(bytes == first.at(name)) << o.name() << " " << name << " rows " << rows << " frozen " << frozen;
-      }
+          EXPECT_TRUE(bytes == first.at(name)) << o.name() << " " << name << " rows " << rows << " frozen " << frozen << " frame " << frame
+                                               << " warps " << warps;
+      };
+      for (int rows : {8, 4, 2, 1}) same(rows, 0, 0);
+      for (int warps : {8, 16}) same(0, 1, warps);
     }
   }
 }
@@ -446,10 +452,17 @@ TEST_F(KdaGpu, RingOutputIsSnapshotOutputAndFoldIsSnapshot) {
   for (Options o : cases()) {
     o.snapshots = true;
     Case c(o);
-    const auto both = c.on_gpu(true);
-    c.o.snapshots = false;
-    const auto ring = c.on_gpu(true);
-    for (const auto& [name, bytes] : ring) EXPECT_EQ(bytes, both.at(name)) << o.name() << " " << name;
+    std::map<std::string, std::vector<unsigned char>> both, ring;
+    for (int frame : {0, 1}) {
+      const Forcing forcing(0, -1, frame);
+      c.o.snapshots = true;
+      const auto now = c.on_gpu(true);
+      if (both.empty()) both = now;
+      for (const auto& [name, bytes] : now) EXPECT_TRUE(bytes == both.at(name)) << o.name() << " " << name << " frame " << frame;
+      c.o.snapshots = false;
+      ring = c.on_gpu(true);
+      for (const auto& [name, bytes] : ring) EXPECT_TRUE(bytes == both.at(name)) << o.name() << " " << name << " frame " << frame;
+    }
     const std::vector<unsigned char> before = c.b["state"].host;
     for (std::int64_t n : std::set<std::int64_t>{0, 1, c.longest / 2, c.longest})
       for (int rows : {0, 8, 2}) {

@@ -85,6 +85,51 @@ bool is_plain(const VerifyCall& a) {
   return plain;
 }
 
+HeadsCall heads_call(const VerifyCall& a) {
+  HeadsCall c = {};
+  const auto put = [&](int i, const Array& x, std::int64_t first, std::int64_t head) {
+    const std::int64_t size = x.bf16 ? 2 : 4;
+    c.places[i] = {static_cast<char*>(x.data), first * size, head * size};
+  };
+  int i = 0;
+  for (const Channel* x : {&a.q, &a.k, &a.v}) {
+    put(kX + i, x->x, x->x.stride[0], x->x.stride[1]);
+    put(kWindow + i, x->window, x->window.stride[0], 128 * x->window.stride[1]);
+    put(kWindows + i, x->windows, x->windows.stride[0], 128 * x->windows.stride[2]);
+    put(kTaps + i, x->weight, 0, 128 * 4);
+    c.x_token[i] = x->x.stride[0], c.window_tap[i] = x->window.stride[2];
+    c.windows_step[i] = x->windows.stride[1], c.windows_tap[i] = x->windows.stride[3];
+    ++i;
+  }
+  put(kBias, a.dt_bias, 0, a.dt_bias.stride[0]);
+  put(kState, a.state, a.state.stride[0], a.state.stride[1]);
+  put(kSnapshots, a.snapshots, a.snapshots.stride[0], a.snapshots.stride[2]);
+  put(kG, a.g, a.g.stride[0], a.g.stride[1]);
+  put(kGate, a.gate, a.gate.stride[0], a.gate.stride[1]);
+  put(kOut, a.out, a.out.stride[0], a.out.stride[1]);
+  put(kRawK, a.rawk, a.rawk.stride[0], a.rawk.stride[1]);
+  put(kRawV, a.rawv, a.rawv.stride[0], a.rawv.stride[1]);
+  put(kRingG, a.ring_g, a.ring_g.stride[0], a.ring_g.stride[1]);
+  put(kRingBeta, a.ring_beta, a.ring_beta.stride[0], a.ring_beta.stride[1]);
+  put(kLogit, a.beta, a.beta.stride[0], a.beta.stride[1]);
+  c.slots = a.slots, c.cu = a.cu, c.rows = a.rows, c.null_slot = a.null_slot;
+  const auto narrow = [](std::int64_t x) { return static_cast<int>(std::min<std::int64_t>(x, std::numeric_limits<int>::max())); };
+  c.N = narrow(a.N), c.HV = narrow(a.HV), c.H = narrow(a.H), c.T = narrow(a.T), c.L = narrow(a.L), c.pool = narrow(a.pool);
+  c.row_count = narrow(a.row_count), c.steps = narrow(a.steps), c.each = static_cast<int>(a.T / a.N);
+  c.by_heads = Divisor(static_cast<unsigned>(a.HV)), c.by_group = Divisor(static_cast<unsigned>(a.HV / a.H));
+  c.conv = static_cast<bool>(a.q.weight), c.gate = static_cast<bool>(a.gate), c.windows = static_cast<bool>(a.q.windows);
+  c.snapshots = static_cast<bool>(a.snapshots);
+  c.safe_gate = a.safe_gate, c.l2norm = a.l2norm, c.round_before_norm = a.round_before_norm, c.update_state = a.update_state;
+  c.null_from_zero = a.null_from_zero, c.logit_bf16 = a.beta.bf16, c.a_log_bf16 = a.a_log.bf16, c.weight_bf16 = a.norm_weight.bf16;
+  c.lower_bound = a.lower_bound, c.softplus_beta = a.softplus_beta, c.softplus_threshold = a.softplus_threshold;
+  c.scale = a.scale, c.norm_eps = a.norm_eps;
+  c.a_log = a.a_log.data, c.a_log_head = a.a_log.stride[0], c.weight = a.norm_weight.data;
+  c.g_token = a.g.stride[0], c.gate_token = a.gate.stride[0], c.out_token = a.out.stride[0], c.out_head = a.out.stride[1];
+  c.logit_token = a.beta.stride[0], c.snapshots_step = a.snapshots.stride[1], c.rawk_step = a.rawk.stride[2];
+  c.rawv_step = a.rawv.stride[2], c.ring_g_step = a.ring_g.stride[2], c.ring_beta_step = a.ring_beta.stride[2];
+  return c;
+}
+
 /// May bulk copies move a fold's rows? See fold_stream_kernel.
 bool streams(const FoldCall& a) {
   const auto rows = [](const Array& x) {
@@ -100,9 +145,9 @@ bool streams(const FoldCall& a) {
          rows(a.rawv) && rows(a.ring_g);
 }
 
-/// CTAs for so many heads of `parts` CTAs each: as many as the GPU holds at once, two a multiprocessor.
-std::int64_t resident(std::int64_t heads, int parts, const launching::DeviceInfo& device) {
-  return std::min(heads, std::max<std::int64_t>(1, 2 * device.multiprocessors / parts)) * parts;
+/// CTAs for so many heads of `parts` CTAs each: as many as the GPU holds at once, `each` a multiprocessor.
+std::int64_t resident(std::int64_t heads, int parts, const launching::DeviceInfo& device, int each = 2) {
+  return std::min(heads, std::max<std::int64_t>(1, each * device.multiprocessors / parts)) * parts;
 }
 
 unsigned blocks(std::int64_t n) { return launching::blocks_for(n, 1); }
@@ -137,6 +182,13 @@ void run_fold(const FoldCall& a, Stream stream) {
   if (a.pending) settle_pending(a, stream);
 }
 
+/// Whether heads.cuh runs the recurrence of a call that it could take: snapshots where all multiprocessors have a head of 16 warps (fewer heads
+/// are cut among CTAs by verify.cuh, which also runs exact ring mode and decode faster).
+bool in_frame(const VerifyCall& a, const launching::DeviceInfo& device) {
+  if (forced().frame >= 0) return forced().frame != 0;
+  return !forced().rows && a.snapshots && a.N * a.HV >= device.multiprocessors;
+}
+
 }  // namespace
 
 void run(const VerifyArgs& args, Stream stream) {
@@ -156,15 +208,17 @@ void run(const VerifyArgs& args, Stream stream) {
   const bool splits = f.plain && f.act_bf16 && !f.state_bf16 && a.K == 128;
   const bool frozen =
       splits && a.V == 128 && device.major >= 9 && !a.exact && !a.snapshots && !a.update_state && !a.null_from_zero && forced().frozen != 0;
-  if (frozen) {
-    const VerifyKernel kernel = verify_ring();
+  if (frozen || (splits && a.V == 128 && device.major >= 9 && in_frame(a, device))) {
+    const int warps = forced().warps ? forced().warps : a.N * a.HV <= device.multiprocessors ? 16 : 8;
+    const HeadsKernel kernel = verify_heads(frozen, warps);
     if (a.pending) run_fold(args.deferred, stream);
     launching::launch(kernel.run,
-                      {.grid = blocks(resident(a.N * a.HV, 1, device)),
+                      {.grid = blocks(resident(a.N * a.HV, 1, device, kernel.each)),
                        .block = static_cast<unsigned>(kernel.threads),
-                       .shared = kernel.bytes(kBlock),
+                       .shared = kernel.bytes,
                        .overlap = forced().overlap},
-                      stream, a, kBlock, 1);
+                      stream, heads_call(a));
+    if (a.update_windows) advance_windows(a, stream);
     return;
   }
   if (splits && device.major >= 9) {

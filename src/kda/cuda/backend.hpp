@@ -18,10 +18,70 @@ struct VerifyKernel {
   std::size_t (*bytes)(int block) = nullptr;  // of shared memory
   int threads = 0;
 };
+/// Where a head's part of a tensor begins, in bytes: `first` a slot, a row or a token (as the tensor has them), `head` a value head or a key
+/// head.
+struct Place {
+  char* base = nullptr;
+  std::int64_t first = 0, head = 0;
+};
+/// kX, kWindow, kWindows and kTaps are three each: of q, k and v.
+enum {
+  kX = 0,
+  kWindow = 3,
+  kWindows = 6,
+  kTaps = 9,
+  kBias = 12,
+  kState,
+  kSnapshots,
+  kG,
+  kGate,
+  kOut,
+  kRawK,
+  kRawV,
+  kRingG,
+  kRingBeta,
+  kLogit,
+  kPlaces
+};
+/// To divide by what the host knows, without a division.
+struct Divisor {
+  unsigned by = 1, inverse = 0xFFFFFFFFu;  // 2^32 / by, rounded down
+
+  Divisor() = default;
+  explicit Divisor(unsigned d) : by(d), inverse(d > 1 ? static_cast<unsigned>((std::uint64_t{1} << 32) / d) : 0xFFFFFFFFu) {}
+};
+/// What the kernels of heads.cuh need of a VerifyCall, and no more: parameters are cold at every launch, 64 bytes a miss. What finds a head
+/// comes first. Strides in elements.
+struct HeadsCall {
+  Index slots, cu, rows;
+  std::int64_t null_slot;
+  int N, HV, H, T, L, pool, row_count, steps, each;  // each: tokens of a request, without cu
+  Divisor by_heads, by_group;                        // HV, HV / H
+  const void* a_log;
+  std::int64_t a_log_head;
+  Place places[kPlaces];
+  bool conv, gate, windows, snapshots, safe_gate, l2norm, round_before_norm, update_state, null_from_zero, logit_bf16, a_log_bf16,
+      weight_bf16;
+  float lower_bound, softplus_beta, softplus_threshold, scale, norm_eps;
+  const void* weight;
+  std::int64_t x_token[3], window_tap[3], windows_step[3], windows_tap[3];
+  std::int64_t g_token, gate_token, out_token, out_head, logit_token, snapshots_step, rawk_step, rawv_step, ring_g_step, ring_beta_step;
+
+  static constexpr bool parents = false;
+  static constexpr int columns = 0;
+};
+struct HeadsKernel {
+  void (*run)(HeadsCall) = nullptr;
+  std::size_t bytes = 0;      // of shared memory
+  int threads = 0, each = 0;  // of a CTA; CTAs of a multiprocessor
+};
+/// bfloat16 activations, float32 state, K = V = 128, plain: heads.cuh; Hopper and later. frozen: ring mode from a frozen state, with 8 or 16
+/// warps beside the one that directs; else the recurrence.
+HeadsKernel verify_heads(bool frozen, int warps);
+
 using FoldKernel = void (*)(FoldCall, int parts);
 
 VerifyKernel verify_split(const Form& form);  // bfloat16 activations, float32 state, K = 128, plain: the forms that are cut among CTAs
-VerifyKernel verify_ring();                   // the same with V = 128 from a frozen state, for ring mode
 VerifyKernel verify_plain(const Form& form);  // the other plain ones, of bfloat16 activations; null where there is none
 VerifyKernel verify_bf16(const Form& form);   // any strides, trees
 VerifyKernel verify_float(const Form& form);
@@ -51,6 +111,8 @@ void settle_pending(const FoldCall& a, Stream stream);
 struct Forced {
   int rows = 0;     // of a lane; 0: free
   int frozen = -1;  // -1: free
+  int frame = -1;   // the recurrence in heads.cuh where it applies, or in verify.cuh; -1: free
+  int warps = 0;    // of a CTA of heads.cuh in ring mode; 0: free
   bool overlap = true;
 };
 SPECSTATE_API Forced& forced();

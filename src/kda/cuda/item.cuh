@@ -34,17 +34,27 @@ __device__ __forceinline__ Coming ask(const Index& a, std::int64_t i) {
 
 __device__ __forceinline__ bool keeps_rows(const VerifyCall& a) { return a.snapshots || a.q.windows; }
 
+/// Which request a head belongs to, which value head and which key head it is. Sizes within an int: see run() of backend.cu.
+template <class Call>
+__device__ __forceinline__ int place_of(const Call& a, std::int64_t head, Item& it) {
+  const int HV = static_cast<int>(a.HV), request = static_cast<int>(head) / HV;
+  it.hv = static_cast<int>(head) % HV, it.h = it.hv / (HV / static_cast<int>(a.H));
+  return request;
+}
+template <class Call>
+__device__ __forceinline__ int tokens_each(const Call& a) {
+  return static_cast<int>(a.T) / static_cast<int>(a.N);
+}
+
 /// `head` counts heads of all requests; past the last one: no tokens. Call: VerifyCall, or what has its indices and sizes.
 template <bool kEarly = false, class Call>
 __device__ __forceinline__ Item item_of(const Call& a, std::int64_t head) {
   Item it = {-1, -1, 0, 0, 0, 0, false};
   if (head >= a.N * a.HV) return it;
-  // Sizes within an int: see run() of backend.cu.
-  const int HV = static_cast<int>(a.HV), request = static_cast<int>(head) / HV;
-  it.hv = static_cast<int>(head) % HV, it.h = it.hv / (HV / static_cast<int>(a.H));
+  const int request = place_of(a, head, it);
   const Coming slot_of = ask<kEarly>(a.slots, request), begin_of = ask<kEarly>(a.cu, request), end_of = ask<kEarly>(a.cu, request + 1),
                row_of = ask<kEarly>(a.rows, request);
-  const int each = a.cu ? 0 : static_cast<int>(a.T) / static_cast<int>(a.N);
+  const int each = a.cu ? 0 : tokens_each(a);
   const std::int64_t slot = slot_of.value(a.slots), begin = a.cu ? begin_of.value(a.cu) : static_cast<std::int64_t>(request) * each,
                      end = a.cu ? end_of.value(a.cu) : begin + each;
   std::int64_t row = a.rows ? row_of.value(a.rows) : request;
