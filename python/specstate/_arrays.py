@@ -14,6 +14,7 @@ _ML_DTYPES = {"bfloat16": ("uint16", "bfloat16"), "float8_e4m3fn": ("uint8", "fl
 
 _as_they_are = {type(None)}  # types that the binding takes without a word
 _plain = set()  # NumPy dtypes that DLPack knows
+_kept = []  # what the binding has the addresses of
 
 
 def _kind(x):
@@ -56,9 +57,13 @@ def _writable(np, x):
     return x if x.flags.writeable else np.asarray(_Alias(x))
 
 
-def all_as_they_are(arrays):
-    """Does the binding take all of these without a word? For calls of many arrays: one question instead of one an array."""
-    return _as_they_are.issuperset(map(type, arrays))
+def _known(kind):
+    """A type of arrays that the binding takes without a word from now on; at once (`_library.at_once`) where its framework can show one that way."""
+    table = getattr(kind, "__dlpack_c_exchange_api__", None)
+    if table is not None:
+        _kept.append((kind, table))
+        function("add_type")(id(kind), id(table))
+    _as_they_are.add(kind)
 
 
 def array_in(name, x):
@@ -72,7 +77,7 @@ def array_in(name, x):
         return _from_numpy(name, np, x)
     if hasattr(x, "__dlpack__") or hasattr(x, "__tvm_ffi_object__"):
         if _kind(x) in ("torch", "cupy", "tvm_ffi"):
-            _as_they_are.add(type(x))
+            _known(type(x))
         return x
     raise refusal(TypeError, f"{name}: expected an array that supports DLPack, got {type(x).__name__}.")
 

@@ -42,10 +42,13 @@ def library():
         tvm_ffi.register_error("SpecstateArgument", _ArgumentError)
         path = _folder() / _NAME
         try:
-            _module = tvm_ffi.load_module(str(path))
+            module = tvm_ffi.load_module(str(path))
         except (OSError, RuntimeError, ValueError) as error:
             named = " (from SPECSTATE_LIBRARY_PATH)" if os.environ.get("SPECSTATE_LIBRARY_PATH") else ""
             raise ImportError(f"specstate: {path}{named} does not load: {str(error).strip().splitlines()[-1]}") from None
+        _functions["at_once"] = module.at_once
+        _functions["at_once"].release_gil = False  # it reads the arguments, and releases the GIL while it works
+        _module = module
     return _module
 
 
@@ -58,6 +61,13 @@ def function(name):
     if f is None:
         f = _functions[name] = getattr(library(), name)
     return f
+
+
+def at_once(name, arguments):
+    """The quick way of a call: the export `name` on a tuple of tensors of known types (`_arrays`), numbers, flags and None, a CUDA stream or None last.
+    False if some argument needs a word first; then nothing has happened, and the long way converts it or says what is wrong."""
+    f = _functions.get(name) or function(name)
+    return _functions["at_once"](f, id(arguments))
 
 
 def version():

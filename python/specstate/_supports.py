@@ -63,7 +63,7 @@ def _checks_of(module):
     checks = _checking.get(module)
     if checks is None:
         own = vars(import_module("." + module, __package__))
-        checks = {**own, "function": _check}
+        checks = {**own, "function": _check, "at_once": lambda name, arguments: False}
         for name, f in own.items():
             if isinstance(f, FunctionType) and f.__globals__ is own:
                 checks[name] = FunctionType(f.__code__, checks, f.__name__, f.__defaults__, f.__closure__)

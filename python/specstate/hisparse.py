@@ -24,8 +24,8 @@ Under sglang's names the texts are sglang's where it has one, and RuntimeErrors 
 from typing import Any, NamedTuple
 
 from ._arguments import describe, flag, group, integer, integers, kind_of, refusal, renamed, size
-from ._arrays import all_as_they_are, array_in, array_out, empty_like, is_cuda, shape_of
-from ._library import function
+from ._arrays import array_in, array_out, empty_like, is_cuda, shape_of
+from ._library import at_once, function
 from ._stream import stream_handle
 
 __all__ = [
@@ -249,34 +249,23 @@ def _single(
 ):  # fmt: skip
     """The arguments of a single step, by name; what else the caller has (`page_size`) changes nothing."""
     _hint(op, "block_size", block_size, 1024)
-    state = (top_k_tokens, device_buffer_tokens, host_cache_locs, device_buffer_locs, host_cache, device_buffer, host_cache_v, device_buffer_v,
-             top_k_device_locs, req_pool_indices, seq_lens, lru_slots)  # fmt: skip
-    plan = (num_real_reqs, miss_src, miss_dst, miss_count)
-    if not all_as_they_are(state + plan):
-        state = (
-            array_in("top_k_tokens", top_k_tokens), array_out("device_buffer_tokens", device_buffer_tokens),
-            array_in("host_cache_locs", host_cache_locs), array_in("device_buffer_locs", device_buffer_locs), array_in("host_cache", host_cache),
-            array_out("device_buffer", device_buffer), array_in("host_cache_v", host_cache_v), array_out("device_buffer_v", device_buffer_v),
-            array_out("top_k_device_locs", top_k_device_locs), array_in("req_pool_indices", req_pool_indices), array_in("seq_lens", seq_lens),
-            array_out("lru_slots", lru_slots),
-        )  # fmt: skip
-        plan = (array_in("num_real_reqs", num_real_reqs), array_out("miss_src", miss_src), array_out("miss_dst", miss_dst),
-                array_out("miss_count", miss_count))  # fmt: skip
+    sglangs = op.startswith("load_")  # its names keep its one row stride of both plan tensors
+    if at_once("hisparse_swap_in_single", (
+        top_k_tokens, device_buffer_tokens, host_cache_locs, device_buffer_locs, host_cache, device_buffer, host_cache_v, device_buffer_v,
+        top_k_device_locs, req_pool_indices, seq_lens, lru_slots, item_size_bytes, num_top_k, hot_buffer_size, num_real_reqs, paged, miss_src, miss_dst,
+        miss_count, sparse_block_size, skip_io, sm_budget, sglangs, op, stream,
+    )):  # fmt: skip
+        return
     function("hisparse_swap_in_single")(
-        *state,
-        integer("item_size_bytes", item_size_bytes),
-        integer("num_top_k", num_top_k),
-        integer("hot_buffer_size", hot_buffer_size),
-        plan[0],
-        paged,
-        *plan[1:],
-        integer("sparse_block_size", sparse_block_size),
-        flag("skip_io", skip_io),
-        integer("sm_budget", sm_budget),
-        op.startswith("load_"),  # sglang's names keep its one row stride of both plan tensors
-        op,
-        stream_handle(stream, top_k_tokens),
-    )
+        array_in("top_k_tokens", top_k_tokens), array_out("device_buffer_tokens", device_buffer_tokens),
+        array_in("host_cache_locs", host_cache_locs), array_in("device_buffer_locs", device_buffer_locs), array_in("host_cache", host_cache),
+        array_out("device_buffer", device_buffer), array_in("host_cache_v", host_cache_v), array_out("device_buffer_v", device_buffer_v),
+        array_out("top_k_device_locs", top_k_device_locs), array_in("req_pool_indices", req_pool_indices), array_in("seq_lens", seq_lens),
+        array_out("lru_slots", lru_slots), integer("item_size_bytes", item_size_bytes), integer("num_top_k", num_top_k),
+        integer("hot_buffer_size", hot_buffer_size), array_in("num_real_reqs", num_real_reqs), paged, array_out("miss_src", miss_src),
+        array_out("miss_dst", miss_dst), array_out("miss_count", miss_count), integer("sparse_block_size", sparse_block_size), flag("skip_io", skip_io),
+        integer("sm_budget", sm_budget), sglangs, op, stream_handle(stream, top_k_tokens),
+    )  # fmt: skip
 
 
 def _list(name, x, array):
@@ -426,21 +415,21 @@ def load_cache_to_device_buffer_spec_mla(
     """
     limits = 0 if strict_sglang is None else 1 if flag("strict_sglang", strict_sglang) else 2
     cache_index, cache_policy, scratch_locs, scratch_state = group("state", state, HiSparseSpecState)
-    arrays = (
+    if at_once("hisparse_swap_in_spec", (
         top_k_tokens, device_buffer_tokens, host_cache_locs, device_buffer_locs, host_cache, device_buffer, top_k_device_locs, req_pool_indices,
-        seq_lens, cache_index, cache_policy, scratch_locs, scratch_state, num_real_reqs, miss_src, miss_dst, miss_count,
+        seq_lens, cache_index, cache_policy, scratch_locs, scratch_state, num_real_reqs, miss_src, miss_dst, miss_count, limits, sm_budget, stream,
+    )):  # fmt: skip
+        return
+    function("hisparse_swap_in_spec")(
+        array_in("top_k_tokens", top_k_tokens), array_out("device_buffer_tokens", device_buffer_tokens),
+        array_in("host_cache_locs", host_cache_locs), array_out("device_buffer_locs", device_buffer_locs), array_in("host_cache", host_cache),
+        array_out("device_buffer", device_buffer), array_out("top_k_device_locs", top_k_device_locs),
+        array_in("req_pool_indices", req_pool_indices), array_in("seq_lens", seq_lens), array_out("state.cache_index", cache_index),
+        array_out("state.cache_policy", cache_policy), array_out("state.scratch_locs", scratch_locs),
+        array_out("state.scratch_state", scratch_state), array_in("num_real_reqs", num_real_reqs), array_out("miss_src", miss_src),
+        array_out("miss_dst", miss_dst), array_out("miss_count", miss_count), limits, integer("sm_budget", sm_budget),
+        stream_handle(stream, top_k_tokens),
     )  # fmt: skip
-    if not all_as_they_are(arrays):
-        arrays = (
-            array_in("top_k_tokens", top_k_tokens), array_out("device_buffer_tokens", device_buffer_tokens),
-            array_in("host_cache_locs", host_cache_locs), array_out("device_buffer_locs", device_buffer_locs), array_in("host_cache", host_cache),
-            array_out("device_buffer", device_buffer), array_out("top_k_device_locs", top_k_device_locs),
-            array_in("req_pool_indices", req_pool_indices), array_in("seq_lens", seq_lens), array_out("state.cache_index", cache_index),
-            array_out("state.cache_policy", cache_policy), array_out("state.scratch_locs", scratch_locs),
-            array_out("state.scratch_state", scratch_state), array_in("num_real_reqs", num_real_reqs), array_out("miss_src", miss_src),
-            array_out("miss_dst", miss_dst), array_out("miss_count", miss_count),
-        )  # fmt: skip
-    function("hisparse_swap_in_spec")(*arrays, limits, integer("sm_budget", sm_budget), stream_handle(stream, top_k_tokens))
 
 
 def load_cache_to_device_buffer_mla(

@@ -20,8 +20,8 @@ Under sglang's names the texts are sglang's where it has one.
 from typing import Any, NamedTuple
 
 from ._arguments import describe, flag, group, integer, number, optional_number, refusal, renamed
-from ._arrays import all_as_they_are, array_in, array_out, empty_like, shape_of
-from ._library import function
+from ._arrays import array_in, array_out, empty_like, shape_of
+from ._library import at_once, function
 from ._stream import stream_handle
 
 __all__ = [
@@ -63,31 +63,23 @@ describe(
 )
 
 
-_NUMBER_OR_NONE = {float, type(None)}
-
-
 def _step(in_place, x_q, x_k, x_v, w_q, w_k, w_v, cs_q, cs_k, cs_v, g, beta, A_log, dt_bias, state, slots, cu_seqlens, onorm_gate,
           onorm_weight, onorm_eps, out, lower_bound, softplus_beta, softplus_threshold, scale, l2norm, round_before_norm, null_slot,
           state_name="state", slots_name="slots"):  # fmt: skip
-    arrays = (x_q, x_k, x_v, w_q, w_k, w_v, cs_q, cs_k, cs_v, g, beta, A_log, dt_bias, state, slots, cu_seqlens, onorm_gate, onorm_weight)  # fmt: skip
-    if not all_as_they_are((*arrays, out)):
-        pool = array_out if in_place else array_in
-        arrays = (
-            array_in("x_q", x_q), array_in("x_k", x_k), array_in("x_v", x_v),
-            array_in("w_q", w_q), array_in("w_k", w_k), array_in("w_v", w_v),
-            pool("cs_q", cs_q), pool("cs_k", cs_k), pool("cs_v", cs_v),
-            array_in("g", g), array_in("beta", beta), array_in("A_log", A_log), array_in("dt_bias", dt_bias),
-            pool(state_name, state), array_in(slots_name, slots), array_in("cu_seqlens", cu_seqlens),
-            array_in("onorm_gate", onorm_gate), array_in("onorm_weight", onorm_weight),
-        )  # fmt: skip
-        out = array_out("out", out)
-    if not (type(softplus_beta) is type(softplus_threshold) is float and l2norm is True and round_before_norm is False and type(null_slot) is int and null_slot == -1
-            and _NUMBER_OR_NONE.issuperset((type(onorm_eps), type(lower_bound), type(scale)))):  # fmt: skip
-        onorm_eps, lower_bound, scale = optional_number("onorm_eps", onorm_eps), optional_number("lower_bound", lower_bound), optional_number("scale", scale)
-        softplus_beta, softplus_threshold = number("softplus_beta", softplus_beta), number("softplus_threshold", softplus_threshold)
-        l2norm, round_before_norm = flag("l2norm", l2norm), flag("round_before_norm", round_before_norm)
-        null_slot = integer("null_slot", null_slot)
-    return (*arrays, onorm_eps, out, lower_bound, softplus_beta, softplus_threshold, scale, l2norm, round_before_norm, null_slot)
+    pool = array_out if in_place else array_in
+    return (
+        array_in("x_q", x_q), array_in("x_k", x_k), array_in("x_v", x_v),
+        array_in("w_q", w_q), array_in("w_k", w_k), array_in("w_v", w_v),
+        pool("cs_q", cs_q), pool("cs_k", cs_k), pool("cs_v", cs_v),
+        array_in("g", g), array_in("beta", beta), array_in("A_log", A_log), array_in("dt_bias", dt_bias),
+        pool(state_name, state), array_in(slots_name, slots), array_in("cu_seqlens", cu_seqlens),
+        array_in("onorm_gate", onorm_gate), array_in("onorm_weight", onorm_weight), optional_number("onorm_eps", onorm_eps), array_out("out", out),
+        optional_number("lower_bound", lower_bound), number("softplus_beta", softplus_beta), number("softplus_threshold", softplus_threshold),
+        optional_number("scale", scale), flag("l2norm", l2norm), flag("round_before_norm", round_before_norm), integer("null_slot", null_slot),
+    )  # fmt: skip
+
+
+_NO_RINGS = (None,) * 4
 
 
 def _result(out, like):
@@ -124,21 +116,22 @@ def verify(x_q, x_k, x_v, g, beta, A_log, dt_bias, state, slots, cu_seqlens=None
     Returns out [T, HV, V] act.
     """
     out = _result(out, x_v)
-    ring = (None,) * 4 if rings is None else group("rings", rings, Rings)
+    ring = _NO_RINGS if rings is None else group("rings", rings, Rings)
+    if at_once("kda_verify", (
+        x_q, x_k, x_v, w_q, w_k, w_v, cs_q, cs_k, cs_v, g, beta, A_log, dt_bias, state, slots, cu_seqlens, onorm_gate, onorm_weight, onorm_eps, out,
+        lower_bound, softplus_beta, softplus_threshold, scale, l2norm, round_before_norm, null_slot, *ring, snapshots, conv_q, conv_k, conv_v, rows,
+        parents, pending, exact, update_state, null_from_zero, False, stream,
+    )):  # fmt: skip
+        return out
     update_state, pending = flag("update_state", update_state), array_out("pending", pending)
     writes_state = update_state or pending is not None
-    records = (*ring, snapshots, conv_q, conv_k, conv_v, rows, parents)
-    if not all_as_they_are(records):
-        records = (
-            *(array_out("rings." + name, x) for name, x in zip(Rings._fields, ring, strict=True)), array_out("snapshots", snapshots),
-            array_out("conv_q", conv_q), array_out("conv_k", conv_k), array_out("conv_v", conv_v), array_in("rows", rows),
-            array_in("parents", parents),
-        )  # fmt: skip
     function("kda_verify")(
         *_step(False, x_q, x_k, x_v, w_q, w_k, w_v, cs_q, cs_k, cs_v, g, beta, A_log, dt_bias,
                array_out("state", state) if writes_state else state, slots, cu_seqlens, onorm_gate, onorm_weight, onorm_eps, out,
                lower_bound, softplus_beta, softplus_threshold, scale, l2norm, round_before_norm, null_slot),
-        *records, pending, flag("exact", exact), update_state, flag("null_from_zero", null_from_zero), False, stream_handle(stream, x_q),
+        *(array_out("rings." + name, x) for name, x in zip(Rings._fields, ring, strict=True)), array_out("snapshots", snapshots),
+        array_out("conv_q", conv_q), array_out("conv_k", conv_k), array_out("conv_v", conv_v), array_in("rows", rows), array_in("parents", parents),
+        pending, flag("exact", exact), update_state, flag("null_from_zero", null_from_zero), False, stream_handle(stream, x_q),
     )  # fmt: skip
     return out
 
@@ -152,6 +145,11 @@ def decode(x_q, x_k, x_v, g, beta, A_log, dt_bias, state, slots, cu_seqlens=None
     Arguments as in `verify`. Returns out [T, HV, V].
     """
     out = _result(out, x_v)
+    if at_once("kda_decode", (
+        x_q, x_k, x_v, w_q, w_k, w_v, cs_q, cs_k, cs_v, g, beta, A_log, dt_bias, state, slots, cu_seqlens, onorm_gate, onorm_weight, onorm_eps, out,
+        lower_bound, softplus_beta, softplus_threshold, scale, l2norm, round_before_norm, null_slot, stream,
+    )):  # fmt: skip
+        return out
     function("kda_decode")(
         *_step(True, x_q, x_k, x_v, w_q, w_k, w_v, cs_q, cs_k, cs_v, g, beta, A_log, dt_bias, state, slots, cu_seqlens, onorm_gate,
                onorm_weight, onorm_eps, out, lower_bound, softplus_beta, softplus_threshold, scale, l2norm, round_before_norm,
@@ -177,7 +175,7 @@ def fold(state, rings, slots, accept=None, *, track=None, track_step=None, pendi
         raise refusal(ValueError, "accept: expected accepted counts [N], or pending= with those that defer_fold left there, got neither.")
     _fold(0, state, rings, slots, accept, track, track_step, l2norm, null_slot, 0, 0, stream,
           ("state", "rings.rawv", "rings.rawk", "rings.g", "rings.beta", "slots", "accept", "track", "track_step", "l2norm",
-           "null_slot"), array_out("pending", pending))  # fmt: skip
+           "null_slot"), pending)  # fmt: skip
     return state
 
 
@@ -198,10 +196,11 @@ def defer_fold(pending, slots, accept, *, null_slot=-1, stream=None):
 def _fold(form, state, rings, slots, accept, track, track_step, l2norm, null_slot, max_cache_len, num_k_heads, stream, names, pending=None):
     """`names`: of the arrays, of l2norm and of null_slot."""
     arrays = (state, *rings, slots, accept, track, track_step)
-    if not all_as_they_are(arrays):
-        arrays = [array_out(names[0], state), *(array_in(name, x) for name, x in zip(names[1:-2], arrays[1:], strict=True))]
+    if at_once("kda_fold", (*arrays, pending, l2norm, null_slot, max_cache_len, num_k_heads, form, stream)):
+        return
+    arrays = [array_out(names[0], state), *(array_in(name, x) for name, x in zip(names[1:-2], arrays[1:], strict=True)), array_out("pending", pending)]
     numbers = flag(names[-2], l2norm), integer(names[-1], null_slot), integer("max_cache_len", max_cache_len), integer("num_k_heads", num_k_heads)
-    function("kda_fold")(*arrays, pending, *numbers, form, stream_handle(stream, state))
+    function("kda_fold")(*arrays, *numbers, form, stream_handle(stream, state))
 
 
 def rollback_conv_windows(conv_pools, intermediate_windows, slots, last_correct_step, *, rows=None, track_slots=None, track_steps=None,
@@ -260,6 +259,13 @@ def fused_kda_decode_mtp_dspark(*, x_q, x_k, x_v, w_q, w_k, w_v, cs_q, cs_k, cs_
     rings = (("replayssm_rawv", replayssm_rawv), ("replayssm_rawk", replayssm_rawk), ("replayssm_g", replayssm_g),
              ("replayssm_beta", replayssm_beta))  # fmt: skip
     in_rings = all(x is not None for _, x in rings)
+    if at_once("kda_verify", (
+        x_q, x_k, x_v, w_q, w_k, w_v, cs_q, cs_k, cs_v, g, beta, A_log, dt_bias, recurrent_state, ssm_state_indices, cu_seqlens, onorm_gate, onorm_weight,
+        onorm_eps, out, lower_bound, 1.0, 20.0, scale, True, False, -1, replayssm_rawv, replayssm_rawk, replayssm_g, replayssm_beta,
+        None if in_rings else intermediate_ssm, intermediate_conv_q, intermediate_conv_k, intermediate_conv_v, intermediate_state_indices, None, pending,
+        exact, False, False, True, stream,
+    )):  # fmt: skip
+        return out
     pending = array_out("pending", pending)
     function("kda_verify")(
         *_step(False, x_q, x_k, x_v, w_q, w_k, w_v, cs_q, cs_k, cs_v, g, beta, A_log, dt_bias,
@@ -344,14 +350,19 @@ def _gating_update(*, A_log, a, dt_bias, softplus_beta, softplus_threshold, q, k
                    **_):  # fmt: skip
     """Both neighbours, by name; what else the caller has changes nothing."""
     out = _result(out, v)
+    if at_once("kda_gating_update", (
+        A_log, a, dt_bias, softplus_beta, softplus_threshold, q, k, v, b, initial_state_source, initial_state_indices, scale, use_qk_l2norm_in_kernel,
+        cu_seqlens, is_kda, lower_bound, disable_state_update, intermediate_states_buffer, intermediate_state_indices, retrieve_parent_token, cache_ring,
+        replayssm_rawv, replayssm_rawk, replayssm_g, replayssm_beta, out, one_token, stream,
+    )):  # fmt: skip
+        return out
     disable_state_update = flag("disable_state_update", disable_state_update)
     read = (A_log, a, dt_bias, q, k, v, b, initial_state_source, initial_state_indices, cu_seqlens, intermediate_state_indices, retrieve_parent_token)
     written = (intermediate_states_buffer, replayssm_rawv, replayssm_rawk, replayssm_g, replayssm_beta, out)
-    if not all_as_they_are(read + written):
-        if not disable_state_update:
-            array_out("initial_state_source", initial_state_source)
-        read = [array_in(name, x) for name, x in zip(_GATING_READ, read, strict=True)]
-        written = [array_out(name, x) for name, x in zip(_GATING_WRITTEN, written, strict=True)]
+    if not disable_state_update:
+        array_out("initial_state_source", initial_state_source)
+    read = [array_in(name, x) for name, x in zip(_GATING_READ, read, strict=True)]
+    written = [array_out(name, x) for name, x in zip(_GATING_WRITTEN, written, strict=True)]
     A_log, a, dt_bias, q, k, v, b, initial_state_source, initial_state_indices, cu_seqlens, intermediate_state_indices, retrieve_parent_token = read
     intermediate_states_buffer, *rings, given_out = written
     function("kda_gating_update")(

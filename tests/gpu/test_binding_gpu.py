@@ -105,6 +105,30 @@ def test_errors_name_the_argument():
     assert (out[0] == 77).all() and (out[1] == 77).all()
 
 
+def test_calls_of_many_tensors_cross_at_once(monkeypatch):
+    """torch's tensors go the quick way of `_library.at_once`, on its current stream; what that cannot take goes the long one, with its texts."""
+    import gpu_calls
+    from calls import operation
+
+    from specstate import _library
+
+    accept.verify_greedy(*case())  # torch is known from here on
+    real, answers = _library._functions["at_once"], []
+    monkeypatch.setitem(_library._functions, "at_once", lambda f, address: answers.append(real(f, address)) or answers[-1])
+    for name in ("verify", "decode", "fold", "fused_kda_decode_mtp_dspark", "fused_sigmoid_gating_delta_rule_update", "load_cache_to_device_buffer_mla",
+                 "load_cache_to_device_buffer_spec_mla"):  # fmt: skip
+        answers.clear()
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            operation(name)(**gpu_calls.on_gpu(name))
+        stream.synchronize()
+        assert answers == [True], name
+        answers.clear()
+        with pytest.raises(TypeError, match="stream: expected an int or a CUDA stream object, got str 'none'"):
+            operation(name)(**gpu_calls.on_gpu(name), stream="none")
+        assert answers == [False], name
+
+
 def test_what_is_not_implemented_says_so():
     """An error of the kind keeps it on the way to Python: a caller (the sglang plugin) falls back on it."""
     many = torch.zeros(20000, 2, device="cuda")

@@ -39,6 +39,43 @@ def test_the_gpu_gives_what_the_cpu_gives(name):
 
 
 @pytest.mark.parametrize("name", gpu_calls.NAMES)
+def test_cupy_arrays_give_what_the_cpu_gives(name):
+    cupy = pytest.importorskip("cupy", reason="needs-cupy: cupy is no requirement")
+    cpu = CALLS[name]()
+    gpu = dict(cpu)
+    for path, x in leaves(cpu):
+        if path[0] in gpu_calls.HOST:  # pinned memory is a NumPy array
+            t = torch.from_numpy(np.ascontiguousarray(x)).pin_memory()
+            gpu = replace(gpu, path, t.numpy())
+        else:
+            gpu = replace(gpu, path, cupy.asarray(x))
+    operation(name)(**cpu)
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        cupy.cuda.Device().synchronize()
+        assert specstate.supports(name, **gpu) == (True, "")
+        operation(name)(**gpu)
+        stream.synchronize()
+    for (argument, i), want in leaves(cpu):
+        got = cupy.asnumpy(gpu[argument] if i is None else gpu[argument][i])
+        if want.dtype.kind == "f":
+            np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5, err_msg=argument)
+        else:
+            np.testing.assert_array_equal(got, want, err_msg=argument)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_random_calls_of_cpu_tensors_from_threads(seed):
+    """What tests/python/test_binding_robustness.py does, with torch tensors."""
+    tests = conftest.ROOT / "tests" / "python"
+    path = os.pathsep.join([str(conftest.ROOT / "python"), str(tests), *filter(None, sys.path)])
+    done = subprocess.run([sys.executable, "-X", "faulthandler", str(tests / "binding_robustness.py"), str(seed), "4", "250", "torch"], capture_output=True,
+                          text=True, timeout=300, env=dict(os.environ, PYTHONPATH=path, SPECSTATE_NUM_THREADS="2"))  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    taken, refused, compared = map(int, done.stdout.split())
+    assert taken + refused == 1000 and refused > 250 and compared > 150
+
+
+@pytest.mark.parametrize("name", gpu_calls.NAMES)
 def test_a_call_can_be_captured(name, replayed):
     arguments = gpu_calls.on_gpu(name)
     replay = replayed(lambda: operation(name)(**arguments))

@@ -1,6 +1,7 @@
 """Random calls, several threads: run by test_binding_robustness.py in a process of its own, so that a crash is a failure.
 
-Usage: binding_robustness.py SEED THREADS CALLS. Prints one line of counts; a wrong answer ends it with a traceback.
+Usage: binding_robustness.py SEED THREADS CALLS [torch]. Prints one line of counts; a wrong answer ends it with a traceback. With "torch" the
+arrays cross as torch tensors over the same memory, where torch can have them.
 """
 
 import sys
@@ -134,7 +135,22 @@ def same(a, b):
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
-def one_call(rng, name, expected, counts):
+def as_torch(arguments):
+    """The arguments with torch tensors over the arrays' memory in place of the arrays."""
+    import torch
+
+    def tensor(x):
+        try:
+            return torch.from_numpy(x) if x.flags.writeable else x
+        except (TypeError, ValueError):  # dtypes, byte orders and strides that torch does not have
+            return x
+
+    for path, x in leaves(arguments):
+        arguments = replace(arguments, path, tensor(x) if isinstance(x, np.ndarray) else x)
+    return arguments
+
+
+def one_call(rng, name, expected, counts, crossing):
     arguments = CALLS[name]()
     keeps = rng.random() < 0.5
     for _ in range(int(rng.integers(1, 4)) if keeps else 1):
@@ -143,12 +159,13 @@ def one_call(rng, name, expected, counts):
         mutate = (SAME if keeps else OTHER)[int(rng.integers(len(SAME if keeps else OTHER)))]
         arguments = replace(arguments, path, mutate(rng, x))
     before = [(path, x.copy()) for path, x in leaves(arguments) if isinstance(x, np.ndarray)]
-    taken, why = specstate.supports(name, **arguments)
+    crossed = crossing(arguments)
+    taken, why = specstate.supports(name, **crossed)
     now = dict(leaves(arguments))
     for path, x in before:
         assert same(x, now[path]) or x.dtype.hasobject, f"{name}: supports wrote {path}"
     try:
-        operation(name)(**arguments)
+        operation(name)(**crossed)
     except EXPECTED as error:
         counts["refused"] += 1
         assert taken or why == str(error), f"{name}: supports says {why!r}, the call {error!r}"
@@ -163,7 +180,7 @@ def one_call(rng, name, expected, counts):
         counts["compared"] += 1
 
 
-def main(seed, threads, calls):
+def main(seed, threads, calls, crossing=lambda x: x):
     expected = {}
     for name, make in CALLS.items():
         arguments = make()
@@ -177,7 +194,7 @@ def main(seed, threads, calls):
         names = list(CALLS)
         try:
             for _ in range(calls):
-                one_call(rng, names[int(rng.integers(len(names)))], expected, counts[i])
+                one_call(rng, names[int(rng.integers(len(names)))], expected, counts[i], crossing)
         except BaseException as error:
             failures.append(error)
 
@@ -192,4 +209,4 @@ def main(seed, threads, calls):
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(*map(int, sys.argv[1:4]), *[as_torch] * (sys.argv[4:] == ["torch"]))

@@ -14,11 +14,13 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 HERE = pathlib.Path(__file__).parent
 
 
+@pytest.mark.parametrize("arrays", ["numpy", "torch"])
 @pytest.mark.parametrize("seed", [1, 2])
-def test_random_calls_from_threads(seed):
-    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(map(str, [ROOT / "python", HERE])), SPECSTATE_NUM_THREADS="2")
+def test_random_calls_from_threads(seed, arrays):
+    pytest.importorskip(arrays, reason=f"needs-{arrays}: {arrays} is no requirement")
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(map(str, [ROOT / "python", HERE, *filter(None, sys.path)])), SPECSTATE_NUM_THREADS="2")
     done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", HERE / "binding_robustness.py", str(seed), "4", "250"],
+        [sys.executable, "-X", "faulthandler", HERE / "binding_robustness.py", str(seed), "4", "250", arrays],
         capture_output=True, text=True, env=environment, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, f"status {done.returncode}\n{done.stdout}{done.stderr[-4000:]}"
