@@ -13,8 +13,7 @@
 
 #include "common.hpp"
 
-// The few functions of CPython that this needs, all of its stable ABI, so that no headers of one Python are. They are the running interpreter's.
-extern "C" {
+extern "C" {  // as in common.hpp
 long PyTuple_Size(void* tuple);
 void* PyTuple_GetItem(void* tuple, long i);
 void* PyObject_Type(void* x);
@@ -24,8 +23,6 @@ double PyFloat_AsDouble(void* x);
 const char* PyUnicode_AsUTF8AndSize(void* x, long* size);
 void* PyCapsule_GetPointer(void* capsule, const char* name);
 void PyErr_Clear();
-void* PyEval_SaveThread();
-void PyEval_RestoreThread(void* state);
 extern char PyLong_Type, PyFloat_Type, PyBool_Type, PyUnicode_Type, _Py_NoneStruct, _Py_TrueStruct;
 }
 
@@ -137,19 +134,9 @@ class Arguments {
   std::int32_t count_ = 0, num_tensors_ = 0;
   const void* last_type_ = nullptr;
   const DLPackExchangeAPI* last_api_ = nullptr;
-  const DLTensor* gpu_ = nullptr;  // the first tensor that is not in the CPU's memory, and its framework: whose current stream is the call's
+  const DLTensor* gpu_ =
+      nullptr;  // the first tensor that is not in the CPU's memory, and its framework: whose current stream is the call's
   const DLPackExchangeAPI* gpu_api_ = nullptr;
-};
-
-class WithoutGil {
- public:
-  WithoutGil() : state_(PyEval_SaveThread()) {}
-  ~WithoutGil() { PyEval_RestoreThread(state_); }
-  WithoutGil(const WithoutGil&) = delete;
-  WithoutGil& operator=(const WithoutGil&) = delete;
-
- private:
-  void* state_;
 };
 
 /// Tensors of this type (its address) cross at once from now on, if its table (the address of a capsule) can show one without an owner.
@@ -173,7 +160,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(add_type, add_type);
 
 }  // namespace specstate::binding
 
-/// at_once(f, address of the tuple of its arguments) -> was f called? With the GIL held; f runs without it.
+/// at_once(f, address of the tuple of its arguments) -> was f called?
 extern "C" TVM_FFI_DLL_EXPORT int __tvm_ffi_at_once(void*, const TVMFFIAny* args, int32_t num_args, TVMFFIAny* result) {
   TVM_FFI_SAFE_CALL_BEGIN();
   namespace ffi = tvm::ffi;
@@ -184,12 +171,7 @@ extern "C" TVM_FFI_DLL_EXPORT int __tvm_ffi_at_once(void*, const TVMFFIAny* args
   if (called) {
     const auto* const f = static_cast<const TVMFFIFunctionCell*>(TVMFFIFunctionGetCellPtr(args[0].v_obj));
     TVMFFIAny nothing{};
-    int failed = 0;
-    {
-      const specstate::binding::WithoutGil released;
-      failed = f->safe_call(args[0].v_obj, arguments.values(), arguments.count(), &nothing);
-    }
-    if (failed != 0) {
+    if (f->safe_call(args[0].v_obj, arguments.values(), arguments.count(), &nothing) != 0) {
       ffi::Error error = ffi::detail::MoveFromSafeCallRaised();
       if (error.kind() != "TypeError") throw error;
       called = false;  // an argument that the export cannot take: seen before it runs

@@ -73,8 +73,7 @@ ffi::String version() { return SPECSTATE_VERSION; }
 
 }  // namespace
 
-TensorView view(const char* name, const DLTensor* t) {
-  TensorView v;
+void view(const char* name, const DLTensor* t, TensorView& v) {
   if (t->ndim > kMaxDims) refuse(name, "expected at most 8 dimensions, got " + std::to_string(t->ndim) + ".");
   v.dtype = dtype_of(name, t->dtype);
   v.device = device_of(name, t->device);
@@ -86,7 +85,6 @@ TensorView view(const char* name, const DLTensor* t) {
     v.strides[i] = t->strides ? t->strides[i] : step;
     step *= v.sizes[i];
   }
-  return v;
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(reinterpret, reinterpret);

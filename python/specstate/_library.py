@@ -46,9 +46,8 @@ def library():
         except (OSError, RuntimeError, ValueError) as error:
             named = " (from SPECSTATE_LIBRARY_PATH)" if os.environ.get("SPECSTATE_LIBRARY_PATH") else ""
             raise ImportError(f"specstate: {path}{named} does not load: {str(error).strip().splitlines()[-1]}") from None
-        _functions["at_once"] = module.at_once
-        _functions["at_once"].release_gil = False  # it reads the arguments, and releases the GIL while it works
         _module = module
+        function("at_once")
     return _module
 
 
@@ -59,7 +58,9 @@ def function(name):
     """The exported C++ function `name`."""
     f = _functions.get(name)
     if f is None:
-        f = _functions[name] = getattr(library(), name)
+        f = getattr(library(), name)
+        f.release_gil = False  # the export does it
+        _functions[name] = f
     return f
 
 

@@ -56,20 +56,33 @@ def _check(name):
     return partial(function("check"), function(name))
 
 
-_checking = {}  # module -> its functions, with the same code, that call checks instead of exports
+_asked = {}  # module -> its functions, with the same code, that call checks instead of exports
+
+
+def _rebound(f, names):
+    copy = FunctionType(f.__code__, names, f.__name__, f.__defaults__, f.__closure__)
+    copy.__kwdefaults__ = f.__kwdefaults__
+    return copy
 
 
 def _checks_of(module):
-    checks = _checking.get(module)
+    checks = _asked.get(module)
     if checks is None:
         own = vars(import_module("." + module, __package__))
-        checks = {**own, "function": _check, "at_once": lambda name, arguments: False}
+        checks = {**own, "function": _check, "at_once": lambda name, arguments: False, "_checking": True}
         for name, f in own.items():
             if isinstance(f, FunctionType) and f.__globals__ is own:
-                checks[name] = FunctionType(f.__code__, checks, f.__name__, f.__defaults__, f.__closure__)
-                checks[name].__kwdefaults__ = f.__kwdefaults__
-        _checking[module] = checks
+                checks[name] = _rebound(f, checks)
+        _asked[module] = checks
     return checks
+
+
+def _called(checks, name):
+    """What is called in the place of `name`: of a class one whose methods only check."""
+    f = checks[name]
+    if not isinstance(f, type):
+        return f
+    return type(name, (f,), {"__module__": f.__module__, **{n: _rebound(m, checks) for n, m in vars(f).items() if isinstance(m, FunctionType)}})
 
 
 def supports(function_name: str, /, **arguments: Any) -> tuple[bool, str]:
@@ -80,15 +93,15 @@ def supports(function_name: str, /, **arguments: Any) -> tuple[bool, str]:
     those of the call, by name; a result that it would allocate is allocated and dropped.
 
     Runs the call's own checks on shapes, dtypes, devices, strides, overlaps and numbers, and nothing else: no element of an array is
-    read or written, so errors of contents (ids outside, lengths that do not fit) are not foreseen. A class is made and dropped: weights are
-    read to be packed, none of your arrays is written. A name that is none of ours raises ValueError.
+    read or written, so errors of contents (ids outside, lengths that do not fit) are not foreseen. Of a class the checks of making one are run:
+    nothing is packed or copied. A name that is none of ours raises ValueError.
     """
     path = function_name.removeprefix("specstate.").rpartition(".") if isinstance(function_name, str) else ("", "", None)
     module = _MODULE_OF.get(path[2])
     if module is None or path[0] not in ("", module):
         raise ValueError(f"supports: function_name: expected one of {', '.join(sorted(_MODULE_OF))}, got {function_name!r}.")
     try:
-        _checks_of(module)[path[2]](**arguments)
+        _called(_checks_of(module), path[2])(**arguments)
     except (ValueError, NotImplementedError, RuntimeError, TypeError, MemoryError) as error:
         return False, str(error)
     return True, ""

@@ -30,6 +30,9 @@ def __dir__():
     return sorted(__all__)
 
 
+_checking = False  # True where `specstate.supports` asks: nothing is packed, copied or grown, and no element is read
+
+
 class KvProjection:
     """The K and V projection of all layers, packed once: pass it to `materialize_into_pool` in place of `kv_weight`.
 
@@ -40,9 +43,14 @@ class KvProjection:
     def __init__(self, kv_weight, kv_bias=None):
         self._packed = self._weight = self._bias = None
         if is_cuda(kv_weight):  # the kernels read weights as they are: a dense copy
-            self._weight, self._bias = _dense_copy(kv_weight), None if kv_bias is None else _dense_copy(kv_bias)
+            if not _checking:
+                self._weight, self._bias = _dense_copy(kv_weight), None if kv_bias is None else _dense_copy(kv_bias)
         else:
-            self._packed = function("draft_kv_pack")(array_in("kv_weight", kv_weight), array_in("kv_bias", kv_bias))
+            self._packed = _pack(kv_weight, kv_bias)
+
+
+def _pack(kv_weight, kv_bias):
+    return function("draft_kv_pack")(array_in("kv_weight", kv_weight), array_in("kv_bias", kv_bias))
 
 
 def _dense_copy(x):
@@ -311,7 +319,7 @@ class FusedKVMaterializeHelper:
 
         shared, own = (getattr(r, "cos_sin_cache", None) for r in (self.rotary_emb, attn.rotary_emb))
         # A table on a GPU is compared once: later checks may be made while a graph is captured, and wait for nothing.
-        compared = self._packed_from is None or not is_cuda(own)
+        compared = not _checking and (self._packed_from is None or not is_cuda(own))
         if shared is not None and own is not None and own is not shared and own.dtype == shared.dtype and compared:
             rows = min(shared.shape[0], own.shape[0])
             if shared.shape[1] != own.shape[1] or bool((shared[:rows] != own[:rows]).any()):
@@ -360,15 +368,19 @@ class FusedKVMaterializeHelper:
             layers.append((weight[kv], None if bias is None else bias[kv], norm, float(attn.k_norm.variance_epsilon)))
         self._dtype = _dtype_name(self._layers[0].self_attn.qkv_proj.weight)
         if is_cuda(layers[0][0]):
-            self._refresh_cuda(layers)
+            if not _checking:
+                self._refresh_cuda(layers)
             self._packed_from = packed_from
             return
         packed = []
         for weight, bias, norm, variance_epsilon in layers:
+            projection = _pack(weight[None], None if bias is None else bias[None])
+            if _checking:
+                continue
             norm_copy, eps = empty_like(norm, (1, self.head_dim)), empty_like(norm, (1,), "float32")
             norm_copy[0] = norm
             eps[0] = variance_epsilon
-            packed.append((KvProjection(weight[None], None if bias is None else bias[None])._packed, norm_copy, eps))
+            packed.append((projection, norm_copy, eps))
         self._packed, self._packed_from = packed, packed_from  # all layers or none
 
     def _refresh_cuda(self, layers):
@@ -396,6 +408,8 @@ class FusedKVMaterializeHelper:
         table = getattr(self.rotary_emb, "cos_sin_cache", None)
         grow = getattr(self.rotary_emb, "_ensure_cos_sin_cache_length", None)
         if callable(grow) and (table is None or reserve >= table.shape[0]):
+            if _checking:
+                return table
             grow(reserve)
             table = self.rotary_emb.cos_sin_cache
         max_position, length = max(reserve, last), 0 if table is None else int(table.shape[0])

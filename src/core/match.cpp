@@ -164,9 +164,10 @@ namespace {
 
 /// Bytes from the view's lowest to behind its highest, relative to its pointer, over the dimensions of stride < `below` bytes.
 std::pair<std::int64_t, std::int64_t> extent(const TensorView& t, std::int64_t below = std::numeric_limits<std::int64_t>::max()) {
-  std::int64_t low = 0, high = size_of(t.dtype);
+  const std::int64_t item = size_of(t.dtype);
+  std::int64_t low = 0, high = item;
   for (int i = 0; i < t.ndim; ++i) {
-    const std::int64_t step = t.strides[i] * size_of(t.dtype);
+    const std::int64_t step = t.strides[i] * item;
     if (std::abs(step) < below) (step < 0 ? low : high) += step * (t.sizes[i] - 1);
   }
   return {low, high};
@@ -204,17 +205,23 @@ bool may_overlap(const TensorView& a, const TensorView& b) {
 }
 
 void Checker::see(const char* name, const TensorView& t, bool written) {
-  if (std::any_of(t.sizes, t.sizes + t.ndim, [](std::int64_t n) { return n < 0; }))
-    fail(name, "sizes of 0 or more", "shape " + shape_text(t));
-  if (t.numel() == 0) return;
-  if (t.data == nullptr) fail(name, "memory for shape " + shape_text(t), "a null pointer");
-  if (!seen_.empty() && seen_.back().name == name && seen_.back().t.data == t.data && seen_.back().item == item_) {
-    seen_.back().written |= written;
-    return;
+  if (!seen_.empty()) {
+    Seen& last = seen_.back();
+    if (last.name == name && last.t.data == t.data && last.item == item_) {
+      last.written |= written;
+      return;
+    }
   }
+  bool empty = false;
+  for (int i = 0; i < t.ndim; ++i) {
+    if (t.sizes[i] < 0) fail(name, "sizes of 0 or more", "shape " + shape_text(t));
+    empty |= t.sizes[i] == 0;
+  }
+  if (empty) return;
+  if (t.data == nullptr) fail(name, "memory for shape " + shape_text(t), "a null pointer");
   const auto [low, high] = extent(t);
   const auto address = reinterpret_cast<std::intptr_t>(t.data);
-  if (seen_.empty()) seen_.reserve(32);
+  if (seen_.empty()) seen_.reserve(24);
   seen_.push_back({name, t, address + low, address + high, written, item_});
 }
 

@@ -2,6 +2,7 @@
 
 #include "core/match.hpp"
 #include "core/numeric.hpp"
+#include "specstate/supports.hpp"
 
 namespace specstate::draft_kv {
 
@@ -14,6 +15,7 @@ KvProjection::KvProjection(const TensorView& kv_weight, const TensorView& kv_bia
                 "shape " + shape_text(kv_weight) + " on " + name_of(kv_weight.device));
   check.require(C >= 1 && hidden >= 1, "kv_weight", "at least one row and one feature", "shape " + shape_text(kv_weight));
   check.arg("kv_bias", kv_bias).dtype(floats).shape({L, C}).same_device();
+  if (CheckOnly::active()) return;
 
   auto packed = std::make_shared<Packed>();
   packed->layers = L, packed->columns = C, packed->hidden = hidden, packed->dtype = kv_weight.dtype;

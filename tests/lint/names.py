@@ -31,6 +31,6 @@ def check(root):
             if not re.fullmatch(r"k[A-Z0-9]\w*", name):
                 found.append(f"{relative}: constant {name} is not kConstant")
         for name in FUNCTION.findall(content):
-            if not re.fullmatch(r"[a-z][a-z0-9_]*", name) and not name.startswith(("operator", "HWY_", "TEST", "RC_GTEST")) and name not in ("LLVMFuzzerTestOneInput", "LLVMFuzzerInitialize", "INSTANTIATE_TEST_SUITE_P"):
+            if not re.fullmatch(r"[a-z][a-z0-9_]*", name) and not name.startswith(("operator", "HWY_", "TEST", "RC_GTEST", "Py")) and name not in ("LLVMFuzzerTestOneInput", "LLVMFuzzerInitialize", "INSTANTIATE_TEST_SUITE_P"):
                 found.append(f"{relative}: function {name} is not snake_case")
     return found

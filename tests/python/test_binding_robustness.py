@@ -28,6 +28,32 @@ def test_random_calls_from_threads(seed, arrays):
     assert taken + refused == 1000 and refused > 250 and compared > 150
 
 
+@pytest.mark.parametrize("arrays", ["numpy", "torch"])
+def test_daemon_threads_end_with_the_interpreter(arrays):
+    """Threads that call without pause while the program ends: it ends, and well."""
+    pytest.importorskip(arrays, reason=f"needs-{arrays}: {arrays} is no requirement")
+    code = """
+import sys, threading
+from binding_robustness import as_torch
+from calls import CALLS, operation
+def work(name, begun):
+    arguments = CALLS[name]()
+    arguments = as_torch(arguments) if sys.argv[1] == "torch" else arguments
+    while True:
+        operation(name)(**arguments)
+        begun.set()
+begun = [threading.Event() for _ in range(4)]
+for name, event in zip(["load_cache_to_device_buffer_spec_mla", "verify", "verify_greedy", "swap_in"], begun):
+    threading.Thread(target=work, args=(name, event), daemon=True).start()
+for event in begun:
+    event.wait()
+"""
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(map(str, [ROOT / "python", HERE, *filter(None, sys.path)])))
+    for _ in range(4):
+        done = subprocess.run([sys.executable, "-c", code, arrays], capture_output=True, text=True, env=environment, timeout=60)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
 def rss():
     return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 

@@ -1,5 +1,8 @@
 """`specstate.supports`: the answer and the text of the call itself, without running it."""
 
+import ctypes
+import mmap
+
 import numpy as np
 import pytest
 
@@ -124,6 +127,57 @@ def test_helpers_and_classes():
             operation(name)(**bad)
         assert specstate.supports(name, **bad) == (False, str(raised.value))
     assert (host == 7).all() and (device == 9).all()
+
+
+def unreadable(shape, dtype):
+    """An array over memory that ends the process when it is read or written."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    pages = mmap.mmap(-1, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
+    array = np.frombuffer(pages, np.uint8)[:size].view(dtype).reshape(shape)
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mprotect(ctypes.c_void_p(array.ctypes.data), ctypes.c_size_t(len(pages)), 0) == 0  # PROT_NONE
+    return array
+
+
+def test_a_helper_is_not_made_to_say_what_it_takes():
+    """Weights and rotary tables in memory that nobody may touch; a table that would have to grow does not."""
+
+    class Rotary:
+        rotary_dim, is_neox_style = 8, True
+        cos_sin_cache = unreadable((16, 8), np.float32)
+        grown = 0
+
+        def _ensure_cos_sin_cache_length(self, last):
+            Rotary.grown += 1
+
+    class Attention:
+        num_kv_heads, head_dim, q_size, kv_size = 2, 8, 8, 16
+
+        def __init__(self, hidden=24, dtype=np.float32, rows=40):
+            self.rotary_emb = Rotary()
+            self.rotary_emb.cos_sin_cache = unreadable((16, 8), np.float32)
+            self.qkv_proj, self.k_norm = type("Q", (), {})(), type("K", (), {})()
+            self.qkv_proj.weight = unreadable((rows, hidden), dtype)
+            self.k_norm.weight, self.k_norm.variance_epsilon = unreadable((8,), np.float32), 1e-6
+
+    class Layer:
+        def __init__(self, **options):
+            self.self_attn = Attention(**options)
+
+    def asked(*layers, **more):
+        arguments = dict(layers=list(layers), rotary_emb=Rotary(), num_kv_heads=2, head_dim=8, device="cpu", **more)
+        return specstate.supports("FusedKVMaterializeHelper", **arguments)
+
+    assert asked(Layer(), Layer()) == (True, "")
+    assert asked(Layer(), max_position_hint=1000) == (True, "") and Rotary.grown == 0
+    assert specstate.supports("KvProjection", kv_weight=unreadable((2, 32, 24), np.float32)) == (True, "")
+    for wrong, text in (
+        (dict(hidden=16), "qkv_proj.weight: expected 24 columns, as at layer 0, got (40, 16) at layer 1."),
+        (dict(rows=39), "qkv_proj.weight: expected shape [>= q_size + 2 * kv_size = 40, hidden], got (39, 24) at layer 1."),
+        (dict(dtype=np.int32), "KvProjection: kv_weight: expected dtype float32 or bfloat16 or float16, got int32."),
+    ):
+        taken, why = asked(Layer(), Layer(**wrong))
+        assert not taken and why.endswith(text), why
 
 
 class Calling:
