@@ -42,7 +42,7 @@ def integer(name, x):
     """An integer of 64 bits."""
     try:
         value = int(index(x))
-    except TypeError:
+    except Exception:  # what its own __index__ raises is no integer either
         raise refusal(TypeError, f"{name}: expected an integer, got {kind_of(x)}.") from None
     if not -(2**63) <= value < 2**63:
         raise refusal(ValueError, f"{name}: expected an integer of 64 bits, got {value}.")
@@ -71,7 +71,7 @@ def number(name, x):
     if (hasattr(x, "__float__") or hasattr(x, "__index__")) and not isinstance(x, (str, bytes)):
         try:
             return float(x)
-        except (TypeError, ValueError, OverflowError, RuntimeError):
+        except Exception:  # what its own __float__ raises is no number either
             pass
     raise refusal(TypeError, f"{name}: expected a number, got {kind_of(x)}.")
 

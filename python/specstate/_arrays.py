@@ -7,7 +7,7 @@ that may be none; `empty_like` makes a result of the kind of an argument, alloca
 import sys
 
 from ._arguments import refusal
-from ._library import function
+from ._library import function, not_handed_over
 
 # NumPy cannot export these by DLPack: they cross as integers of the same size under their own name.
 _ML_DTYPES = {"bfloat16": ("uint16", "bfloat16"), "float8_e4m3fn": ("uint8", "float8_e4m3fn")}
@@ -33,6 +33,8 @@ class _Alias:
 
 def _from_numpy(name, np, x):
     dtype = x.dtype
+    if isinstance(x, np.ma.MaskedArray):
+        raise refusal(ValueError, f"{name}: expected an array without a mask, got {type(x).__name__}.")
     _whole_strides(name, x)
     if dtype.byteorder == ">":
         raise refusal(ValueError, f"{name}: expected native byte order, got {dtype.str}.")
@@ -72,10 +74,10 @@ def array_in(name, x):
         return x
     np = sys.modules.get("numpy")
     if np is not None and isinstance(x, np.ndarray):
-        if x.dtype in _plain and x.flags.writeable and x.flags.c_contiguous:
+        if type(x) is np.ndarray and x.dtype in _plain and x.flags.writeable and x.flags.c_contiguous:
             return x
         return _from_numpy(name, np, x)
-    if hasattr(x, "__dlpack__") or hasattr(x, "__tvm_ffi_object__"):
+    if (hasattr(x, "__dlpack__") or hasattr(x, "__tvm_ffi_object__")) and not isinstance(x, type):
         if _kind(x) in ("torch", "cupy", "tvm_ffi"):
             _known(type(x))
         return x
@@ -94,6 +96,18 @@ def array_out(name, x):
     return array_in(name, x)
 
 
+def tensor(name, x):
+    """A list crosses the binding as tensors, so its entries (of `array_in`, `array_out`) are wrapped here."""
+    import tvm_ffi
+
+    if isinstance(x, tvm_ffi.Tensor):
+        return x
+    try:
+        return tvm_ffi.from_dlpack(x)
+    except Exception as error:
+        raise refusal(ValueError, f"{name}: expected {not_handed_over(x, error)}") from error
+
+
 def is_cuda(x):
     """Does the array live on a GPU?"""
     device = getattr(x, "__dlpack_device__", None)
@@ -103,7 +117,7 @@ def is_cuda(x):
 def shape_of(name, x, ndim=None):
     """The shape of an argument, as a tuple; of `ndim` dimensions if that is given."""
     try:
-        shape = tuple(x.shape)
+        shape, _ = tuple(x.shape), x.dtype
     except (AttributeError, TypeError):
         raise refusal(TypeError, f"{name}: expected an array that supports DLPack, got {type(x).__name__}.") from None
     if ndim is not None and len(shape) != ndim:

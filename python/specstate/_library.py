@@ -2,8 +2,9 @@
 
 import os
 import pathlib
+import sys
 
-from ._arguments import refusal
+from ._arguments import kind_of, refusal
 
 _module = None
 _NAME = "libspecstate_ffi.so"
@@ -47,28 +48,84 @@ def library():
             named = " (from SPECSTATE_LIBRARY_PATH)" if os.environ.get("SPECSTATE_LIBRARY_PATH") else ""
             raise ImportError(f"specstate: {path}{named} does not load: {str(error).strip().splitlines()[-1]}") from None
         _module = module
-        function("at_once")
+        export("at_once")
     return _module
 
 
-_functions = {}
+_exports, _functions = {}, {}
 
 
-def function(name):
+def export(name):
     """The exported C++ function `name`."""
-    f = _functions.get(name)
+    f = _exports.get(name)
     if f is None:
         f = getattr(library(), name)
         f.release_gil = False  # the export does it
-        _functions[name] = f
+        _exports[name] = f
     return f
+
+
+def function(name):
+    """The exported C++ function `name`; an array that its framework cannot hand over is an error that names the argument."""
+    f = _functions.get(name)
+    if f is None:
+        f = _functions[name] = _naming(export(name))
+    return f
+
+
+def _naming(f):
+    def call(*arguments):
+        try:
+            return f(*arguments)
+        except (TypeError, RuntimeError, ValueError, BufferError, AttributeError) as error:
+            wrong = _wrong(arguments)
+            if wrong is None:
+                raise
+            x, why = wrong
+            raise refusal(ValueError, f"{_name_of(x)}: expected {not_handed_over(x, why)}") from error
+
+    return call
+
+
+def not_handed_over(x, error):
+    said = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    return f"an array that can be handed over by DLPack, got {kind_of(x)}: {said}."
+
+
+def _wrong(arguments):
+    """(x, error) of the first argument that its framework cannot hand over, or None."""
+    import tvm_ffi
+
+    for x in (part for given in arguments for part in (given if isinstance(given, (tuple, list)) else (given,))):
+        if hasattr(x, "__dlpack__") and not isinstance(x, tvm_ffi.Tensor):
+            try:
+                tvm_ffi.from_dlpack(x)
+            except Exception as error:
+                return x, error
+    return None
+
+
+def _name_of(x):
+    """What the caller calls an argument: its name in the outermost of our frames that was given it."""
+    found, frame = "an argument", sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "specstate":
+        code = frame.f_code
+        for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if frame.f_globals["__name__"] != __name__ else ():
+            value = frame.f_locals.get(name)
+            if value is x:
+                found = name
+            elif isinstance(value, (tuple, list)) and any(part is x for part in value):
+                i = next(i for i, part in enumerate(value) if part is x)
+                found = f"{name}.{value._fields[i]}" if hasattr(value, "_fields") else name
+        frame = frame.f_back
+    return found
 
 
 def at_once(name, arguments):
     """The quick way of a call: the export `name` on a tuple of tensors of known types (`_arrays`), numbers, flags and None, a CUDA stream or None last.
     False if some argument needs a word first; then nothing has happened, and the long way converts it or says what is wrong."""
-    f = _functions.get(name) or function(name)
-    return _functions["at_once"](f, id(arguments))
+    f = _exports.get(name) or export(name)
+    return _exports["at_once"](f, id(arguments))
 
 
 def version():

@@ -5,7 +5,7 @@ from importlib import import_module
 from types import FunctionType
 from typing import Any
 
-from ._library import function
+from ._library import export, function
 
 # What can be asked about, by module: all that takes arguments which can be refused.
 OPERATIONS = {
@@ -53,7 +53,7 @@ _MODULE_OF = {name: module for module, names in OPERATIONS.items() for name in n
 
 def _check(name):
     """In place of the export `name`: its checks alone. The request is part of this one native call; no state says "only check"."""
-    return partial(function("check"), function(name))
+    return partial(function("check"), export(name))
 
 
 _asked = {}  # module -> its functions, with the same code, that call checks instead of exports

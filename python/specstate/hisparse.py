@@ -24,7 +24,7 @@ Under sglang's names the texts are sglang's where it has one, and RuntimeErrors 
 from typing import Any, NamedTuple
 
 from ._arguments import describe, flag, group, integer, integers, kind_of, refusal, renamed, size
-from ._arrays import array_in, array_out, empty_like, is_cuda, shape_of
+from ._arrays import array_in, array_out, empty_like, is_cuda, shape_of, tensor
 from ._library import at_once, function
 from ._stream import stream_handle
 
@@ -273,14 +273,7 @@ def _list(name, x, array):
     items = list(x) if isinstance(x, (list, tuple)) else [x]
     if any(item is None for item in items):
         raise refusal(ValueError, f"{name}: expected a tensor for every layer, got none.")
-    return [_tensor(array(name, item)) for item in items]
-
-
-def _tensor(x):
-    """A list crosses the binding as tensors, so its entries are wrapped here."""
-    import tvm_ffi
-
-    return x if isinstance(x, tvm_ffi.Tensor) else tvm_ffi.from_dlpack(x)
+    return [tensor(name, array(name, item)) for item in items]
 
 
 def replay_plan(
@@ -591,7 +584,7 @@ class Coordinator:
                 raise refusal(TypeError, f"{name}: expected a list with an array or None for each layer, got {kind_of(given)}.")
             if given is not None and len(given) != len(hosts):
                 raise ValueError(f"Coordinator: {name}: expected {len(hosts)} layers, got {len(given)}.")
-            second.append([None if x is None else _tensor(array_out(name, x)) for x in given or []])
+            second.append([None if x is None else tensor(name, array_out(name, x)) for x in given or []])
         sizes = dict(requests=requests, hot=hot, window=window, tail=tail, scratch=scratch, context=context, top_k=top_k, page_size=page_size,
                      device_rows=device_rows, host_rows=host_rows, sm_budget=sm_budget, first_layer=first_layer)  # fmt: skip
         sizes = {name: integer(name, x) for name, x in sizes.items()}
@@ -601,7 +594,7 @@ class Coordinator:
         rest = list(sizes.values()), _paged(layout), integers("anchor_of", anchors)
         tables = None
         if is_cuda(self._like):
-            tables = _tensor(empty_like(self._like, (int(function("hisparse_coordinator_table_bytes")(*rest, len(hosts))),), "uint8"))
+            tables = tensor("tables", empty_like(self._like, (int(function("hisparse_coordinator_table_bytes")(*rest, len(hosts))),), "uint8"))
         self._handle = function("hisparse_coordinator_new")(hosts, devices, *second, *rest, tables, stream_handle(stream, self._like))
 
     def _call(self, name, *arguments, **numbers):

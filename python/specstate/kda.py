@@ -20,7 +20,7 @@ Under sglang's names the texts are sglang's where it has one.
 from typing import Any, NamedTuple
 
 from ._arguments import describe, flag, group, integer, number, optional_number, refusal, renamed
-from ._arrays import array_in, array_out, empty_like, shape_of
+from ._arrays import array_in, array_out, empty_like, shape_of, tensor
 from ._library import at_once, function
 from ._stream import stream_handle
 
@@ -217,11 +217,9 @@ def rollback_conv_windows(conv_pools, intermediate_windows, slots, last_correct_
         raise ValueError(
             f"rollback_conv_windows: intermediate_windows: expected one for each of the {len(pools)} conv_pools, got {len(windows)}."
         )
-    import tvm_ffi
-
     function("kda_rollback_conv_windows")(
-        [tvm_ffi.from_dlpack(array_out("conv_pools", x)) for x in pools],
-        [tvm_ffi.from_dlpack(array_in("intermediate_windows", x)) for x in windows],
+        [tensor("conv_pools", array_out("conv_pools", x)) for x in pools],
+        [tensor("intermediate_windows", array_in("intermediate_windows", x)) for x in windows],
         array_in("slots", slots), array_in("last_correct_step", last_correct_step), array_in("rows", rows),
         array_in("track_slots", track_slots), array_in("track_steps", track_steps),
         stream_handle(stream, pools[0] if pools else slots),

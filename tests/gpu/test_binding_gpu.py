@@ -113,19 +113,20 @@ def test_calls_of_many_tensors_cross_at_once(monkeypatch):
     from specstate import _library
 
     accept.verify_greedy(*case())  # torch is known from here on
-    real, answers = _library._functions["at_once"], []
-    monkeypatch.setitem(_library._functions, "at_once", lambda f, address: answers.append(real(f, address)) or answers[-1])
+    real, answers = _library._exports["at_once"], []
+    monkeypatch.setitem(_library._exports, "at_once", lambda f, address: answers.append(real(f, address)) or answers[-1])
     for name in ("verify", "decode", "fold", "fused_kda_decode_mtp_dspark", "fused_sigmoid_gating_delta_rule_update", "load_cache_to_device_buffer_mla",
                  "load_cache_to_device_buffer_spec_mla"):  # fmt: skip
-        answers.clear()
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
-            operation(name)(**gpu_calls.on_gpu(name))
+            call = gpu_calls.on_gpu(name)
+            answers.clear()  # making the arguments calls too
+            operation(name)(**call)
         stream.synchronize()
         assert answers == [True], name
         answers.clear()
         with pytest.raises(TypeError, match="stream: expected an int or a CUDA stream object, got str 'none'"):
-            operation(name)(**gpu_calls.on_gpu(name), stream="none")
+            operation(name)(**call, stream="none")
         assert answers == [False], name
 
 

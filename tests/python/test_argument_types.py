@@ -4,9 +4,10 @@ import inspect
 import re
 import types
 
+import ml_dtypes
 import numpy as np
 import pytest
-from calls import ALL_CALLS, operation
+from calls import ALL_CALLS, CALLS, operation
 
 import specstate
 from specstate import draft_kv, hisparse, kda
@@ -162,6 +163,71 @@ def test_arrays_that_dlpack_cannot_say():
     for stream in (2**70, -1):
         with pytest.raises(ValueError, match=f"^verify_greedy: stream: expected a handle of 64 bits, got {stream}"):
             specstate.accept.verify_greedy(whole, whole.copy(), stream=stream)
+
+
+class Unwilling:
+    """An array whose framework will not hand it over."""
+
+    shape, dtype, ndim = (2, 3), np.dtype("int32"), 2
+
+    def __dlpack_device__(self):
+        return (1, 0)
+
+    def __dlpack__(self, **_):
+        raise BufferError("not this one.")
+
+
+class Capsule(Unwilling):
+    def __dlpack__(self, **_):
+        return "no capsule"
+
+
+def not_handed_over():
+    yield Unwilling(), "got Unwilling: not this one."
+    yield Capsule(), "got Capsule: "
+    yield np.zeros((2, 3), ml_dtypes.float8_e5m2), "got ndarray: "
+    try:
+        import torch
+    except ImportError:
+        return
+    yield torch.zeros(2, 3).to_sparse(), "got Tensor: "
+    yield torch.zeros(2, 3, device="meta"), "got Tensor: "
+    yield torch.quantize_per_tensor(torch.zeros(2, 3), 0.1, 0, torch.qint8), "got Tensor: "
+
+
+def test_arrays_that_cannot_be_handed_over():
+    """The text names the argument, wherever it stands, and so does `supports`."""
+    ids = np.zeros((2, 3), np.int32)
+    for wrong, got in not_handed_over():
+        verify, pools = CALLS["verify"](), CALLS["materialize_into_pool"]()
+        for name, call, argument in (
+            ("verify_greedy", dict(candidates=ids, target_argmax=wrong, out=(ids[:, 0].copy(), ids.copy())), "target_argmax"),
+            ("verify", {**verify, "rings": kda.Rings(*verify["rings"])._replace(g=wrong)}, "rings.g"),
+            ("materialize_into_pool", {**pools, "v_pool": [wrong] * 2}, "v_pool"),
+            ("materialize_into_pool", {**pools, "positions": wrong}, "positions"),
+            ("rollback_conv_windows", {**CALLS["rollback_conv_windows"](), "conv_pools": [wrong]}, "conv_pools"),
+            ("transfer_paged", {**CALLS["transfer_paged"](), "dst": wrong}, "dst"),
+        ):
+            with pytest.raises(ValueError) as raised:
+                operation(name)(**call)
+            assert str(raised.value).startswith(f"{name}: {argument}: expected an array that can be handed over by DLPack, {got}"), str(raised.value)
+            assert specstate.supports(name, **call) == (False, str(raised.value))
+
+
+def test_what_only_looks_like_an_array():
+    masked = np.ma.array(np.zeros((2, 3), np.int32), mask=[[0, 1, 0]] * 2)
+    ids = np.zeros((2, 3), np.int32)
+    for wrong, kind, text in (
+        (masked, ValueError, "expected an array without a mask, got MaskedArray."),
+        (np.ndarray, TypeError, "expected an array that supports DLPack, got type."),
+        (memoryview(b"ab"), TypeError, "expected an array that supports DLPack, got memoryview."),
+    ):
+        for name, call, argument in (
+            ("verify_greedy", dict(candidates=wrong, target_argmax=ids), "candidates"),
+            ("fused_norm_rope_stacked", {**CALLS["fused_norm_rope_stacked"](), "kv": wrong, "k_out": None, "v_out": None}, "kv"),
+        ):
+            with pytest.raises(kind, match=re.escape(f"{name}: {argument}: {text}")):
+                operation(name)(**call)
 
 
 def test_the_text_begins_with_the_function_that_was_called():
