@@ -2,8 +2,8 @@
 
     python3 bench/peers/overhead.py --wheel FOLDER [--json FILE]
 
-The speculative swap of 18 tensors with `num_real_reqs` of 0 (both launch their kernels), and of ours a decode without a token (19
-tensors, no launch). Microseconds of this thread's own CPU time, the best of several rounds; the GPU is idle by then.
+The speculative swap of 18 tensors with `num_real_reqs` of 0 (both launch their kernels); the same in sglang's place, as `specstate.sglang` installs it;
+and of ours a decode without a token (19 tensors, no launch). Microseconds of this thread's own CPU time, the best of several rounds; the GPU is idle by then.
 """
 
 import time
@@ -13,6 +13,7 @@ import peers
 import torch
 from peers import SGLANG, working
 
+import specstate.sglang as drop_in
 from specstate import hisparse, kda
 
 
@@ -36,7 +37,13 @@ def measure(timer, report, options):
     calls = working({"ours": lambda _: hisparse.load_cache_to_device_buffer_spec_mla(**mine),
                      SGLANG: lambda _: theirs.load_cache_to_device_buffer_spec_mla(**peer)}, "spec_swap")  # fmt: skip
     n = 100 if options.quick else 400  # less than what the driver queues
-    report("overhead/spec_swap/tensors=18", {who: per_call(lambda c=c: c(0), n) for who, c in calls.items()})
+    times = {who: per_call(lambda c=c: c(0), n) for who, c in calls.items()}
+    report("overhead/spec_swap/tensors=18", times)
+
+    drop_in.install(only="load_cache_to_device_buffer_spec_mla")
+    calls = working({"ours": lambda _: theirs.load_cache_to_device_buffer_spec_mla(**peer)}, "spec_swap")
+    report("overhead/spec_swap_as_sglangs/tensors=18", {**times, **{who: per_call(lambda c=c: c(0), n) for who, c in calls.items()}})
+    drop_in.uninstall()
 
     import tvm_ffi
 

@@ -162,9 +162,7 @@ def _replacement(target, ours, original, options):
     @functools.wraps(original)
     def replacement(*args, **kwargs):
         nonlocal cuda_is_missing
-        x = probe(args, kwargs)
-        on_gpu = _on_gpu(x)
-        if on_gpu and cuda_is_missing:
+        if cuda_is_missing and _on_gpu(probe(args, kwargs)):
             say("sglang's own for GPU tensors", "this build of specstate has no CUDA kernel for it")
             return original(*args, **kwargs)
         for name, read in heads:
@@ -172,17 +170,18 @@ def _replacement(target, ours, original, options):
             if why is not None:
                 say("sglang's own", why)
                 return original(*args, **kwargs)
+        kwargs.update(options)
         try:
-            result = ours(*args, **kwargs, **options)
+            result = ours(*args, **kwargs)
         except NotImplementedError as refusal:  # raised by the checks: nothing is written yet
-            if not on_gpu:
+            if not _on_gpu(probe(args, kwargs)):
                 raise
             cuda_is_missing = "no CUDA kernel for this operation" in str(refusal)  # else it is this call that is refused
             say("sglang's own for GPU tensors", str(refusal))
-            return original(*args, **kwargs)
+            return original(*args, **{name: x for name, x in kwargs.items() if name not in options})
         if not said_ours:
             said_ours.append(True)
-            say("specstate's", f"it covers the call on {'the GPU' if on_gpu else 'the CPU'}")
+            say("specstate's", f"it covers the call on {'the GPU' if _on_gpu(probe(args, kwargs)) else 'the CPU'}")
         return result
 
     replacement.__specstate__ = target.name
