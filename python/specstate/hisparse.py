@@ -481,7 +481,12 @@ def _row_pitch(name, x):
     """Bytes from one row to the next."""
     if not shape_of(name, x):
         raise refusal(ValueError, f"{name}: expected at least one dimension, got shape ().")
-    return x.stride(0) * x.element_size() if hasattr(x, "stride") else x.strides[0]
+    if hasattr(x, "element_size"):  # torch
+        return x.stride(0) * x.element_size()
+    if hasattr(x, "strides") and hasattr(x, "nbytes"):  # NumPy, CuPy
+        return x.strides[0]
+    t = tensor(name, array_in(name, x))
+    return t.strides[0] * t.dtype.itemsize
 
 
 def copy_cache_planned_mla(
