@@ -102,7 +102,8 @@ def trim(source, target):
              "speculative/fused_kv_materialize", "mamba/mamba_state_scatter_triton", "attention/fla/*", "attention/linear/fused_gdn_gating",
              "attention/linear/gdn_replayssm_spec_fold", "memory/ptr_table"]  # fmt: skip
     ops = source / "sglang" / "kernels" / "ops"
-    for path in {path for name in files for path in ops.glob(name + ".py")}:
+    backend = source / "sglang" / "srt" / "layers" / "attention" / "linear" / "kda_backend.py"  # who calls the fused verify, for a test of its dispatch
+    for path in {path for name in files for path in ops.glob(name + ".py")} | {backend}:
         to = target / path.relative_to(source)
         to.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(path, to)

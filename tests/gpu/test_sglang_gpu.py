@@ -1,9 +1,14 @@
 """The drop-in on a GPU: `specstate.sglang.install` in sglang's own modules (0.5.23, from its unpacked wheel), CUDA tensors, and sglang's
 own functions beside ours: the same results before and after, and sglang's own in use where ours does not cover a call."""
 
+import ast
+import importlib.machinery
+import importlib.util
 import logging
 import os
+import pathlib
 import sys
+import types
 
 import conftest
 import pytest
@@ -86,3 +91,80 @@ def test_a_module_that_imported_the_function_before(monkeypatch):
               host_cache=host, device_buffer=device, item_size_bytes=16)  # fmt: skip
     drop_in.uninstall()
     assert device[:, 0].tolist() == [48, 0, 16, 0] and not hasattr(user.copy, "__specstate__")
+
+
+BACKEND = "sglang.srt.layers.attention.linear.kda_backend"
+
+
+def backend_of_0_5_23(monkeypatch):
+    """sglang's KDA backend as far as the fused verify goes: its own predicate and its own call, out of its own file; the rest of that module would
+    import a whole server."""
+    names = ("_can_run_dspark_cutedsl_mtp", "_run_dspark_cutedsl_mtp")
+    source = ast.parse((pathlib.Path(os.environ["SGLANG_WHEEL"]) / (BACKEND.replace(".", "/") + ".py")).read_text())
+    owner = next(node for node in source.body if isinstance(node, ast.ClassDef) and node.name == "KDAAttnBackend")
+    owner.body = [node for node in owner.body if isinstance(node, ast.FunctionDef) and node.name in names]
+    owner.bases = []
+    assert len(owner.body) == 2
+    modules = {}
+    for name in ("sglang.srt.layers", "sglang.srt.layers.attention", "sglang.srt.layers.attention.linear", BACKEND, "sglang.kernels.ops.attention.kda_decode_mtp", "cutlass"):
+        modules[name] = types.ModuleType(name)
+        modules[name].__path__, modules[name].__spec__ = [], importlib.machinery.ModuleSpec(name, None)
+        monkeypatch.setitem(sys.modules, name, modules[name])
+    vars(modules[BACKEND]).update(torch=torch, importlib=importlib, is_cuda=lambda: True, Optional=object, RadixLinearAttention=object)
+    source.body = [ast.parse("from __future__ import annotations").body[0], owner]
+    exec(compile(source, BACKEND, "exec"), vars(modules[BACKEND]))  # noqa: S102
+
+    def fused_kda_decode_mtp_dspark(**_):
+        raise AssertionError("sglang's own kernel is for Blackwell")
+
+    modules["sglang.kernels.ops.attention.kda_decode_mtp"].fused_kda_decode_mtp_dspark = fused_kda_decode_mtp_dspark
+    backend = modules[BACKEND].KDAAttnBackend()
+    backend.kernel_dispatcher = types.SimpleNamespace(verify_backend=types.SimpleNamespace(is_nv_cutedsl=lambda: True))
+    return backend
+
+
+def test_the_dispatch_to_the_fused_verify_opens_on_hopper(monkeypatch, caplog):
+    """sglang's predicate says no on Hopper and yes once ours is installed, its call then runs our kernel, and the result is that of `kda.verify`."""
+    from specstate import kda
+
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs-gpu: of compute capability 9, where the dispatch is opened")
+    backend = backend_of_0_5_23(monkeypatch)
+    H, D, T, C, pool = HEADS, 128, N * W, HEADS * 128, 5
+    g = torch.Generator(device="cuda").manual_seed(0)
+    normal = lambda *shape, dtype=torch.float32: torch.randn(*shape, device="cuda", generator=g).to(dtype)  # noqa: E731
+    act = torch.bfloat16
+    layer = types.SimpleNamespace(
+        bias=None, lower_bound=-5.0, head_q_dim=D, head_k_dim=D, head_v_dim=D, num_q_heads=H, num_k_heads=H, num_v_heads=H, q_dim=C, k_dim=C, v_dim=C,
+        conv_weights=normal(3 * C, 4), A_log=normal(1, 1, H, 1), dt_bias=normal(C),
+    )  # fmt: skip
+    snapshots, windows = torch.zeros(N, W, H, D, D, device="cuda"), torch.zeros(N, W, 3, 3 * C, device="cuda", dtype=act)
+    asked = dict(layer=layer, mixed_qkv=normal(T, 3 * C, dtype=act), a=normal(T, C, dtype=act), b=normal(1, T, H, dtype=act), conv_states=normal(pool, 3, 3 * C, dtype=act),
+                 ssm_states=normal(pool, H, D, D), intermediate_state_cache=snapshots, intermediate_conv_window_cache=windows, replayssm_rawv=None)  # fmt: skip
+    predicate = dict(asked, draft_token_num=W, ragged_layout=None, retrieve_parent_token=None)
+    assert backend._can_run_dspark_cutedsl_mtp(**predicate) is False
+    with caplog.at_level(logging.INFO, "specstate.sglang"):
+        drop_in.install(only="kda")
+        assert backend._can_run_dspark_cutedsl_mtp(**predicate) is True
+        assert backend._can_run_dspark_cutedsl_mtp(**{**predicate, "draft_token_num": 9}) is False  # the rest of its contract stays
+    assert "sglang's dispatch is open on Hopper" in caplog.text
+    i32 = lambda x: torch.tensor(x, device="cuda", dtype=torch.int32)  # noqa: E731
+    slots, starts = i32([3, 0, 4]), torch.arange(0, T + 1, W, device="cuda", dtype=torch.int32)
+    with caplog.at_level(logging.INFO, "specstate.sglang"):
+        out = backend._run_dspark_cutedsl_mtp(**asked, intermediate_state_indices=i32([2, 1, 0]), cache_indices=slots, query_start_loc=starts)
+    assert "fused_kda_decode_mtp_dspark: specstate's is in use: it covers the call on the GPU" in caplog.text
+    drop_in.uninstall()
+    assert backend._can_run_dspark_cutedsl_mtp(**predicate) is False
+
+    parts = lambda x: [p.contiguous().cpu() for p in x.split([C, C, C], dim=-1)]  # noqa: E731
+    x_q, x_k, x_v = (p.view(T, H, D) for p in parts(asked["mixed_qkv"]))
+    w_q, w_k, w_v = (p.contiguous().cpu() for p in layer.conv_weights.split([C, C, C]))
+    cs_q, cs_k, cs_v = (p.transpose(1, 2).contiguous() for p in parts(asked["conv_states"]))
+    want_states, want_windows = torch.zeros(N, W, H, D, D), [torch.zeros(N, W, C, 3, dtype=act) for _ in range(3)]
+    want = kda.verify(x_q, x_k, x_v, asked["a"].cpu().view(T, H, D), asked["b"].cpu().view(T, H), layer.A_log.cpu().view(H), layer.dt_bias.cpu(),
+                      asked["ssm_states"].cpu(), slots.cpu(), starts.cpu(), w_q=w_q, w_k=w_k, w_v=w_v, cs_q=cs_q, cs_k=cs_k, cs_v=cs_v, snapshots=want_states,
+                      conv_q=want_windows[0], conv_k=want_windows[1], conv_v=want_windows[2], rows=i32([2, 1, 0]).cpu(), lower_bound=-5.0)  # fmt: skip
+    torch.testing.assert_close(out.cpu().view_as(want), want, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(snapshots.cpu(), want_states, rtol=1e-3, atol=1e-4)
+    for got, expected in zip(parts(windows), want_windows, strict=True):
+        torch.testing.assert_close(got.transpose(2, 3), expected, rtol=0, atol=0)
