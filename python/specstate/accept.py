@@ -10,7 +10,7 @@ NotImplementedError; the text begins with the function and names the argument, a
 
 from ._arguments import kind_of, refusal
 from ._arrays import array_in, array_out, empty_like, shape_of
-from ._library import function
+from ._library import at_once, function
 from ._stream import stream_handle
 
 __all__ = ["plan_verify_lengths", "verify_greedy", "verify_rejection"]
@@ -43,6 +43,8 @@ def verify_greedy(candidates, target_argmax, *, verify_lens=None, out=None, stre
     bonus token, then zeros.
     """
     accept_lens, out_tokens = _results(candidates, out)
+    if at_once("accept_verify_greedy", (candidates, target_argmax, verify_lens, accept_lens, out_tokens, stream)):
+        return accept_lens, out_tokens
     function("accept_verify_greedy")(
         array_in("candidates", candidates),
         array_in("target_argmax", target_argmax),
@@ -70,6 +72,8 @@ def verify_rejection(candidates, draft_probs, target_probs, uniforms, *, verify_
     Returns (accept_lens, out_tokens) as `verify_greedy`.
     """
     accept_lens, out_tokens = _results(candidates, out)
+    if at_once("accept_verify_rejection", (candidates, draft_probs, target_probs, uniforms, verify_lens, accept_lens, out_tokens, stream)):
+        return accept_lens, out_tokens
     function("accept_verify_rejection")(
         array_in("candidates", candidates),
         array_in("draft_probs", draft_probs),
@@ -102,6 +106,8 @@ def plan_verify_lengths(
     """
     if out is None:
         out = empty_like(confidences, shape_of("confidences", confidences)[:1], "int32")
+    if at_once("accept_plan_verify_lengths", (confidences, lagged_confidences, probe_tokens, steps_per_second, max_lens, out, stream)):
+        return out
     function("accept_plan_verify_lengths")(
         array_in("confidences", confidences),
         array_in("lagged_confidences", lagged_confidences),

@@ -172,7 +172,14 @@ def swap_in(
     """
     if out is None:
         out = empty_like(top_k_tokens, shape_of("top_k_tokens", top_k_tokens), "int32")
+    paged = _paged(layout)
     try:
+        if at_once("hisparse_swap_in", (
+            top_k_tokens, seq_lens, req_pool_indices, num_real_reqs, host_cache_locs, host_cache, device_buffer, host_cache_v, device_buffer_v,
+            *group("state", state, SwapState), scratch_locs, paged, out, miss_src, miss_dst, miss_count, unique_misses, unique_hits, skip_io, sm_budget,
+            stream,
+        )):  # fmt: skip
+            return out
         function("hisparse_swap_in")(
             array_in("top_k_tokens", top_k_tokens),
             array_in("seq_lens", seq_lens),
@@ -185,7 +192,7 @@ def swap_in(
             array_out("device_buffer_v", device_buffer_v),
             *_state(state),
             array_in("scratch_locs", scratch_locs),
-            _paged(layout),
+            paged,
             array_out("out", out),
             array_out("miss_src", miss_src),
             array_out("miss_dst", miss_dst),
