@@ -14,6 +14,7 @@ _ML_DTYPES = {"bfloat16": ("uint16", "bfloat16"), "float8_e4m3fn": ("uint8", "fl
 
 _as_they_are = {type(None)}  # types that the binding takes without a word
 _plain = set()  # NumPy dtypes that DLPack knows
+_ndarray = None  # NumPy's class, once one came
 _kept = []  # what the binding has the addresses of
 
 
@@ -70,23 +71,25 @@ def _known(kind):
 
 def array_in(name, x):
     """An input argument (None stays None)."""
-    if x is None or type(x) in _as_they_are:
+    global _ndarray
+    kind = type(x)
+    if kind in _as_they_are or (kind is _ndarray and x.dtype in _plain and x.flags.carray):
         return x
     np = sys.modules.get("numpy")
     if np is not None and isinstance(x, np.ndarray):
-        if type(x) is np.ndarray and x.dtype in _plain and x.flags.writeable and x.flags.c_contiguous:
-            return x
+        _ndarray = np.ndarray
         return _from_numpy(name, np, x)
     if (hasattr(x, "__dlpack__") or hasattr(x, "__tvm_ffi_object__")) and not isinstance(x, type):
         if _kind(x) in ("torch", "cupy", "tvm_ffi"):
-            _known(type(x))
+            _known(kind)
         return x
     raise refusal(TypeError, f"{name}: expected an array that supports DLPack, got {type(x).__name__}.")
 
 
 def array_out(name, x):
     """An argument that the call writes: refused if it is read-only."""
-    if x is None or type(x) in _as_they_are:
+    kind = type(x)
+    if kind in _as_they_are or (kind is _ndarray and x.dtype in _plain and x.flags.carray):  # which is writable too
         return x
     np = sys.modules.get("numpy")
     if np is not None and isinstance(x, np.ndarray) and not x.flags.writeable:
