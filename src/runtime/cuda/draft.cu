@@ -82,8 +82,9 @@ __global__ void __launch_bounds__(kThreads)
       }
 #pragma unroll
     for (int u = 0; u < kAtOnce; ++u) {
+      if (k0 + u * kWarps >= context) break;
       dot[u] = sum_chains(dot[u]);
-      if (lane == 0 && k0 + u * kWarps < context) score[k0 + u * kWarps] = dot[u];
+      if (lane == 0) score[k0 + u * kWarps] = dot[u];
     }
   }
   for (i64 k = context + warp; k < total; k += kWarps) {

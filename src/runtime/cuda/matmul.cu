@@ -27,7 +27,7 @@ struct Heads {
 
 template <int kRows, Input::As kAs>
 __global__ void __launch_bounds__(kThreads) product(Heads heads, i64 n, i64 k, i64 rows, const float* x, i64 x_stride, const float* norm,
-                                                    float eps, float* y, i64 y_stride, const float* add) {
+                                                    float eps, float* y, i64 y_stride, const float* add, Also also) {
   __shared__ std::uint32_t w_tile[2][kChunk / 2][kPanel];
   __shared__ float x_tile[kWarps * kRows][kChunk];
   const int t = static_cast<int>(threadIdx.x), lane = t % 32, warp = t / 32;
@@ -95,12 +95,15 @@ __global__ void __launch_bounds__(kThreads) product(Heads heads, i64 n, i64 k, i
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const i64 row = row0 + warp * kRows + r;
-    if (row < rows) y[row * y_stride + column] = add ? acc[r] + add[row * y_stride + column] : acc[r];
+    if (row >= rows) break;
+    const float v = add ? acc[r] + add[row * y_stride + column] : acc[r];
+    y[row * y_stride + column] = v;
+    if (also.y) also.y[row * also.stride + column] = v;
   }
 }
 
 void enqueue(const Heads& heads, i64 count, const Matrix& shape, const Input& in, i64 rows, float* y, i64 y_stride, const float* add,
-             Stream stream) {
+             const Also& also, Stream stream) {
   constexpr auto kPlain = Input::As::kPlain, kNormed = Input::As::kNormed, kSwiglu = Input::As::kSwiglu;
   const bool few = rows <= kWarps;
   const i64 rows_of_block = few ? kWarps : 4 * kWarps;
@@ -109,7 +112,7 @@ void enqueue(const Heads& heads, i64 count, const Matrix& shape, const Input& in
   auto* const kernel = in.as == kNormed   ? (few ? product<1, kNormed> : product<4, kNormed>)
                        : in.as == kSwiglu ? (few ? product<1, kSwiglu> : product<4, kSwiglu>)
                                           : (few ? product<1, kPlain> : product<4, kPlain>);
-  launch(kernel, {grid, kThreads}, stream, heads, shape.n, shape.k, rows, in.x, in.stride, in.norm, in.eps, y, y_stride, add);
+  launch(kernel, {grid, kThreads}, stream, heads, shape.n, shape.k, rows, in.x, in.stride, in.norm, in.eps, y, y_stride, add, also);
 }
 
 }  // namespace
@@ -150,12 +153,13 @@ Matrix upload_split(Memory& memory, const cpu::PackedMatrix& m, const Exchange& 
   return w;
 }
 
-void matmul(const Matrix& w, const Input& in, i64 rows, float* y, i64 y_stride, Stream stream, const float* add) {
+void matmul(const Matrix& w, const Input& in, i64 rows, float* y, i64 y_stride, Stream stream, const float* add, const Also& also) {
   if (w.split) {
     Matrix own = w;
     own.split = nullptr;
     matmul(own, in, rows, w.split->part, w.n, stream);
     gather_columns(*w.split, w.split->part, rows, w.whole, 1, y, y_stride, add != nullptr, stream);
+    if (also.y) copy_columns(y, y_stride, rows, w.whole, also.y, also.stride, stream);
     return;
   }
   if (w.lt && (add == nullptr || add == y)) {
@@ -164,23 +168,24 @@ void matmul(const Matrix& w, const Input& in, i64 rows, float* y, i64 y_stride, 
     if (in.as == Input::As::kNormed) rms_norm(in.x, in.stride, rows, w.k, in.norm, in.eps, in.room, w.k, stream);
     if (in.as == Input::As::kSwiglu) swiglu(in.x, rows, w.k, in.room, stream);
     w.lt->product(w.dense, w.n, w.k, dense.x, dense.stride, rows, y, y_stride, add != nullptr, stream);
+    if (also.y) copy_columns(y, y_stride, rows, w.n, also.y, also.stride, stream);
     return;
   }
   Heads heads{};
   heads.w[0] = w.words;
-  enqueue(heads, 1, w, in, rows, y, y_stride, add, stream);
+  enqueue(heads, 1, w, in, rows, y, y_stride, add, also, stream);
 }
 
 void mlp(const Matrix& gate_up, const Matrix& down, const Input& h, i64 rows, i64 F, float* wide, float* act, float* x, i64 d,
-         const Exchange& exchange, Stream stream) {
+         const Exchange& exchange, Stream stream, const Also& also) {
   matmul(gate_up, h, rows, wide, gate_up.n, stream);
   if (gate_up.n == 2 * F) {
-    matmul(down, swiglu_of(wide, 2 * F, act), rows, x, d, stream, x);
+    matmul(down, swiglu_of(wide, 2 * F, act), rows, x, d, stream, x, also);
     return;
   }
   swiglu(wide, rows, gate_up.n / 2, exchange.part, stream);
   gather_columns(exchange, exchange.part, rows, F, 1, act, F, false, stream);
-  matmul(down, plain(act, F), rows, x, d, stream, x);
+  matmul(down, plain(act, F), rows, x, d, stream, x, also);
 }
 
 void matmul_heads(const std::vector<Matrix>& w, const float* x, i64 x_stride, i64 x_step, i64 rows, float* y, i64 y_stride, i64 y_step,
@@ -191,7 +196,7 @@ void matmul_heads(const std::vector<Matrix>& w, const float* x, i64 x_stride, i6
     const i64 count = std::min<i64>(kHeads, H - h);
     for (i64 i = 0; i < count; ++i) heads.w[i] = w[static_cast<std::size_t>(h + i)].words;
     heads.x_step = x_step, heads.y_step = y_step;
-    enqueue(heads, count, w[0], plain(x + h * x_step, x_stride), rows, y + h * y_step, y_stride, nullptr, stream);
+    enqueue(heads, count, w[0], plain(x + h * x_step, x_stride), rows, y + h * y_step, y_stride, nullptr, {}, stream);
   }
 }
 

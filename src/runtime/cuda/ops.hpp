@@ -48,11 +48,16 @@ inline Input normed(const float* x, std::int64_t stride, const float* norm, floa
 }
 inline Input swiglu_of(const float* x, std::int64_t stride, float* room) { return {x, stride, Input::As::kSwiglu, nullptr, 0, room}; }
 
+/// A second place for a product's rows.
+struct Also {
+  float* y = nullptr;
+  std::int64_t stride = 0;
+};
 /// y [rows, n] = input [rows, k] w^T (+ add, which may be y): one chain of multiply-adds over rising k an output, as on the CPU; or cuBLASLt's product,
 /// where w has it and `add` is nothing or y.
 /// Of a split w all ranks' outputs (`add` must be y or nothing).
 void matmul(const Matrix& w, const Input& input, std::int64_t rows, float* y, std::int64_t y_stride, Stream stream,
-            const float* add = nullptr);
+            const float* add = nullptr, const Also& also = {});
 /// The same for matrices of one shape, head h at x + h x_step and y + h y_step.
 void matmul_heads(const std::vector<Matrix>& w, const float* x, std::int64_t x_stride, std::int64_t x_step, std::int64_t rows, float* y,
                   std::int64_t y_stride, std::int64_t y_step, Stream stream);
@@ -65,7 +70,7 @@ void sum_over_ranks(Group& group, std::uint64_t* values, std::int64_t n, std::ui
 
 /// x [rows, d] += down swiglu(gate_up h): gate_up has this rank's columns of both halves of F, `down` is split by outputs where there is a group.
 void mlp(const Matrix& gate_up, const Matrix& down, const Input& h, std::int64_t rows, std::int64_t F, float* wide, float* act, float* x,
-         std::int64_t d, const Exchange& exchange, Stream stream);
+         std::int64_t d, const Exchange& exchange, Stream stream, const Also& also = {});
 
 /// The rows of a forward: `batch` windows of `width` rows each; only the first *real windows count.
 struct Rows {
@@ -90,15 +95,27 @@ void copy_columns(const float* from, std::int64_t from_stride, std::int64_t rows
 
 // ---- sparse MLA ----------------------------------------------------------------------------------------------------------------------
 
-/// The cached row of each window row: [rms(first C, norm), the other Dr] as bfloat16, to row locs[row] of `to` (none if < 0).
-void store_latent(const Rows& rows, const float* kv, std::int64_t stride, std::int64_t C, std::int64_t Dr, const float* norm, float eps,
-                  const std::int32_t* locs, std::uint16_t* to, Stream stream);
+/// The cached row of each window row: [rms(first C of kv, norm), the other Dr] as bfloat16, to row locs[row] of `to` (none if < 0).
+struct Latent {
+  const float* kv = nullptr;
+  std::int64_t stride = 0, C = 0, Dr = 0;
+  const float* norm = nullptr;
+  float eps = 0;
+  const std::int32_t* locs = nullptr;
+  std::uint16_t* to = nullptr;
+};
+/// Index keys: layernorm(x) as bfloat16 to `to` [R, L, dim] at each row's request and position. x null: none.
+struct IndexKeys {
+  const float* x = nullptr;
+  std::int64_t stride = 0, dim = 0;
+  const float *w = nullptr, *b = nullptr;
+  std::int64_t L = 0;
+  std::uint16_t* to = nullptr;
+};
+void store_rows(const Rows& rows, const Latent& latent, const IndexKeys& keys, Stream stream);
 /// Rows [from_row, from_row + n) of one buffer to rows locs[0..n) of another, `width` bfloat16 each.
 void scatter_rows(const std::uint16_t* from, std::int64_t n, std::int64_t width, const std::int32_t* locs, std::uint16_t* to,
                   Stream stream);
-/// Index keys: layernorm(x) as bfloat16 to keys [R, L, dim] at each row's request and position.
-void store_keys(const Rows& rows, const float* x, std::int64_t stride, std::int64_t dim, const float* w, const float* b, std::int64_t L,
-                std::uint16_t* keys, Stream stream);
 /// The indexer's choice: the K best of the positions up to a row's own, rising, ties to the lower, -1 behind them. q [Hi, Di] and, `weights` floats
 /// behind q's row, Hi weights that `scale` multiplies. scores [rows, L] is working memory.
 void select(const Rows& rows, const float* q, std::int64_t stride, std::int64_t weights, std::int64_t Hi, std::int64_t Di, float scale,

@@ -15,39 +15,43 @@ using i64 = std::int64_t;
 using i32 = std::int32_t;
 constexpr int kThreads = 128, kRowsOfBlock = kThreads / 32, kWide = 256, kAtOnce = 8;
 
-// A warp a row.
-__global__ void __launch_bounds__(kThreads)
-    latent_rows(Rows rows, const float* kv, i64 stride, i64 C, i64 Dr, const float* norm, float eps, const i32* locs, std::uint16_t* to) {
+__device__ void store_latent(const Latent& l, i64 row, int lane) {
+  if (l.locs[row] < 0) return;
+  const float* kv = l.kv + row * l.stride;
+  std::uint16_t* to = l.to + i64{l.locs[row]} * (l.C + l.Dr);
+  const float sum = sum_squares(lane, l.C, [&](i64 i) { return kv[i]; });
+  const float s = 1.0f / sqrtf(sum / static_cast<float>(l.C) + l.eps);
+  for (i64 i = lane; i < l.C + l.Dr; i += 32) to[i] = to_bits(i < l.C ? kv[i] * s * l.norm[i] : kv[i]);
+}
+
+// LayerNorm as cpu::layer_norm, its deviations computed where they are needed again.
+__device__ void store_key(const IndexKeys& k, const Rows& rows, i64 row, int lane) {
+  const float* x = k.x + row * k.stride;
+  std::uint16_t* to = k.to + (i64{rows.requests[row / rows.width]} * k.L + rows.positions[row]) * k.dim;
+  float sum = 0;
+  for (i64 i = lane; i < k.dim; i += 32) sum += x[i];
+  const float mean = sum_chains(sum) / static_cast<float>(k.dim);
+  const float squares = sum_squares(lane, k.dim, [&](i64 i) { return x[i] - mean; });
+  const float s = 1.0f / sqrtf(squares / static_cast<float>(k.dim) + 1e-6f);
+  for (i64 i = lane; i < k.dim; i += 32) to[i] = to_bits((x[i] - mean) * s * k.w[i] + k.b[i]);
+}
+
+// A warp a row of the one kind or of the other.
+__global__ void __launch_bounds__(kThreads) cached_rows(Rows rows, Latent latent, IndexKeys keys) {
   my_turn();
   const i64 row = i64{blockIdx.x} * kRowsOfBlock + threadIdx.x / 32;
-  if (row >= rows.count() || row / rows.width >= *rows.real || locs[row] < 0) return;
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  kv += row * stride, to += i64{locs[row]} * (C + Dr);
-  const float sum = sum_squares(lane, C, [&](i64 i) { return kv[i]; });
-  const float s = 1.0f / sqrtf(sum / static_cast<float>(C) + eps);
-  for (i64 i = lane; i < C + Dr; i += 32) to[i] = to_bits(i < C ? kv[i] * s * norm[i] : kv[i]);
+  if (row >= rows.count() || row / rows.width >= *rows.real) return;
+  if (blockIdx.y == 0)
+    store_latent(latent, row, lane);
+  else
+    store_key(keys, rows, row, lane);
 }
 
 __global__ void __launch_bounds__(kThreads) scatter(const std::uint16_t* from, i64 n, i64 width, const i32* locs, std::uint16_t* to) {
   my_turn();
   const i64 i = i64{blockIdx.x} * kThreads + threadIdx.x;
   if (i < n * width && locs[i / width] >= 0) to[i64{locs[i / width]} * width + i % width] = from[i];
-}
-
-// A warp a row: LayerNorm as cpu::layer_norm, its deviations computed where they are needed again.
-__global__ void __launch_bounds__(kThreads)
-    key_rows(Rows rows, const float* x, i64 stride, i64 dim, const float* w, const float* b, i64 L, std::uint16_t* keys) {
-  my_turn();
-  const i64 row = i64{blockIdx.x} * kRowsOfBlock + threadIdx.x / 32;
-  if (row >= rows.count() || row / rows.width >= *rows.real) return;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  x += row * stride, keys += (i64{rows.requests[row / rows.width]} * L + rows.positions[row]) * dim;
-  float sum = 0;
-  for (i64 i = lane; i < dim; i += 32) sum += x[i];
-  const float mean = sum_chains(sum) / static_cast<float>(dim);
-  const float squares = sum_squares(lane, dim, [&](i64 i) { return x[i] - mean; });
-  const float s = 1.0f / sqrtf(squares / static_cast<float>(dim) + 1e-6f);
-  for (i64 i = lane; i < dim; i += 32) keys[i] = to_bits((x[i] - mean) * s * w[i] + b[i]);
 }
 
 /// Orders floats as unsigned integers.
@@ -135,11 +139,21 @@ __global__ void __launch_bounds__(kWide) select_rows(Rows rows, const float* q, 
       if (shift == 24 || u >> (shift + 8) == high >> (shift + 8)) atomicAdd(&histogram[u >> shift & 255], 1);
     }
     __syncthreads();
-    const i32 left = wanted, here = histogram[255 - t];  // thread t has the t-th highest bin
-    sums[t] = here;
-    prefix(sums);
-    if (sums[t] >= left && sums[t] - here < left)
-      limit = high | static_cast<std::uint32_t>(255 - t) << shift, wanted = left - (sums[t] - here);
+    // From the highest bin down to the one that has the K-th: eight at a time, then one by one.
+    if (t < 32) {
+      i32 eight = 0;
+      for (int i = 0; i < 8; ++i) eight += histogram[255 - 8 * t - i];
+      sums[t] = eight;
+    }
+    __syncthreads();
+    if (t == 0) {
+      i32 left = wanted;
+      int eights = 0;
+      while (sums[eights] < left) left -= sums[eights++];
+      int bin = 255 - 8 * eights;
+      while (histogram[bin] < left) left -= histogram[bin--];
+      limit = high | static_cast<std::uint32_t>(bin) << shift, wanted = left;
+    }
     __syncthreads();
   }
   // All scores above the limit are chosen, and the first `wanted` of those that equal it.
@@ -220,8 +234,9 @@ __global__ void __launch_bounds__(kThreads)
         if (kv[u]) dot[u] = fmaf(query[i], from_bits(kv[u][i]), dot[u]);
 #pragma unroll
     for (int u = 0; u < kAtOnce; ++u) {
+      if (k0 + u * kRowsOfBlock >= K) break;
       dot[u] = sum_chains(dot[u]);
-      if (lane == 0 && k0 + u * kRowsOfBlock < K) score[k0 + u * kRowsOfBlock] = kv[u] ? dot[u] : -INFINITY;
+      if (lane == 0) score[k0 + u * kRowsOfBlock] = kv[u] ? dot[u] : -INFINITY;
     }
   }
   __syncthreads();
@@ -254,16 +269,11 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void store_latent(const Rows& rows, const float* kv, i64 stride, i64 C, i64 Dr, const float* norm, float eps, const i32* locs,
-                  std::uint16_t* to, Stream stream) {
-  launch(latent_rows, {blocks_for(rows.count(), kRowsOfBlock), kThreads}, stream, rows, kv, stride, C, Dr, norm, eps, locs, to);
+void store_rows(const Rows& rows, const Latent& latent, const IndexKeys& keys, Stream stream) {
+  launch(cached_rows, {dim3(blocks_for(rows.count(), kRowsOfBlock), keys.x ? 2 : 1), kThreads}, stream, rows, latent, keys);
 }
 void scatter_rows(const std::uint16_t* from, i64 n, i64 width, const i32* locs, std::uint16_t* to, Stream stream) {
   launch(scatter, {blocks_for(n * width, kThreads), kThreads}, stream, from, n, width, locs, to);
-}
-void store_keys(const Rows& rows, const float* x, i64 stride, i64 dim, const float* w, const float* b, i64 L, std::uint16_t* keys,
-                Stream stream) {
-  launch(key_rows, {blocks_for(rows.count(), kRowsOfBlock), kThreads}, stream, rows, x, stride, dim, w, b, L, keys);
 }
 void select(const Rows& rows, const float* q, i64 stride, i64 weights, i64 Hi, i64 Di, float scale, const std::uint16_t* keys, i64 L, i64 K,
             float* scores, i32* selected, Stream stream) {

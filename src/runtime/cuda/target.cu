@@ -244,9 +244,14 @@ void Target::layers(const Rows& rows, const Step* step, Way way, Stream stream) 
       kda(layer, h, rows, step ? step->kda_slots : rows.requests, way, stream);
     else
       mla(*layer.mla, h, rows, step, stream);
-    mlp(layer.gate_up, layer.down, normed(x_, d, layer.post_norm, config_.rms_eps, h_), T, F, wide_, act_, x_, d, exchange_, stream);
+    Also feature;
     for (std::size_t f = 0; f < feature_layers_.size(); ++f)
-      if (feature_layers_[f] == l) copy_columns(x_, d, T, d, features_ + static_cast<i64>(f) * d, feature_width(), stream);
+      if (feature_layers_[f] == l) feature = {features_ + static_cast<i64>(f) * d, feature_width()};
+    mlp(layer.gate_up, layer.down, normed(x_, d, layer.post_norm, config_.rms_eps, h_), T, F, wide_, act_, x_, d, exchange_, stream,
+        feature);
+    for (std::size_t f = 0; f < feature_layers_.size(); ++f)  // of a layer that is wanted twice
+      if (feature_layers_[f] == l && features_ + static_cast<i64>(f) * d != feature.y)
+        copy_columns(x_, d, T, d, features_ + static_cast<i64>(f) * d, feature_width(), stream);
     trace_.mark("model: mlp of layer " + std::to_string(l));
   }
 }
@@ -315,17 +320,18 @@ void Target::mla(const Mla& m, const Input& h, const Rows& rows, const Step* ste
             L = limits_.context, R = limits_.requests;
   matmul(m.in, h, T, proj_, P, stream);
   std::uint16_t* const device = buffers_[m.layer].device_buffer.as<std::uint16_t>();
-  store_latent(rows, proj_ + Q, P, C, Dr, m.kv_norm, config_.rms_eps, step ? step->locs : rows.positions, step ? device : stage_[m.layer],
-               stream);
+  const i64 Hi = config_.index_heads, Di = config_.index_dim;
+  const float* const index = proj_ + Q + row_;  // an anchor's: queries, key, weights
+  IndexKeys keys;
+  if (m.anchor) keys = {index + Hi * Di, P, Di, m.index_norm, m.index_bias, L, keys_[m.group]};
+  store_rows(rows, {proj_ + Q, P, C, Dr, m.kv_norm, config_.rms_eps, step ? step->locs : rows.positions, step ? device : stage_[m.layer]},
+             keys, stream);
   matmul_heads(m.key_up, proj_, P, Dn + Dr, T, query_, Hm * C, C, stream);
   trace_.mark("model: projections");
 
   Selection& s = selections_[m.group];
   if (m.anchor) {
-    const i64 Hi = config_.index_heads, Di = config_.index_dim;
     const float scale = 1.0f / std::sqrt(static_cast<float>(Hi)) * (1.0f / std::sqrt(static_cast<float>(Di)));
-    const float* const index = proj_ + Q + row_;
-    store_keys(rows, index + Hi * Di, P, Di, m.index_norm, m.index_bias, L, keys_[m.group], stream);
     select(rows, index, P, Hi * Di + Di, Hi, Di, scale, keys_[m.group], L, K, scores_, s.selected, stream);
     trace_.mark("model: indexer");
   }
