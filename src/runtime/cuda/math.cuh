@@ -15,11 +15,17 @@ __device__ inline float sum_chains(float x) {
   for (int half = 16; half > 0; half /= 2) x += __shfl_xor_sync(kAllLanes, x, half);
   return x;
 }
-/// sum of x^2 over a row, lane by lane.
+/// sum of x^2 over a row, lane by lane; eight loads in flight (a zero behind the end changes no bit).
 template <class X>
 __device__ float sum_squares(int lane, std::int64_t n, X x) {
   float s = 0;
-  for (std::int64_t i = lane; i < n; i += 32) s = fmaf(x(i), x(i), s);
+  for (std::int64_t i = lane; i < n; i += 256) {
+    float v[8];
+#pragma unroll
+    for (int u = 0; u < 8; ++u) v[u] = i + 32 * u < n ? x(i + 32 * u) : 0.0f;
+#pragma unroll
+    for (int u = 0; u < 8; ++u) s = fmaf(v[u], v[u], s);
+  }
   return sum_chains(s);
 }
 

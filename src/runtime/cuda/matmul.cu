@@ -1,10 +1,10 @@
 // The row-invariant product. A lane is an output and never a part of a sum, as on the CPU: acc = fma(x[i], w[j][i], acc) over rising i, so the
 // bits are the CPU's, and what a speculative step computes for a row is what plain decoding computes.
 //
-// A block takes 32 outputs (two panels) and 8 or 32 rows, a warp 1 or 4 of them. The weights of 192 k come into shared memory with all loads in
-// flight at once, because the chain that follows cannot wait for each, and the next ones while that chain runs; rows are broadcasts from shared memory. With few rows a warp has one: then the chain's latency,
-// 4 cycles a k, is the whole time, and more rows a warp would only add to it. Norms and activations are computed on the way into shared memory, with the
-// operations of rows.cu.
+// A block takes 32 outputs (two panels), a warp 1 to 4 rows of them: 1 as long as the blocks are fewer than multiprocessors, because then the chain's
+// latency, 4 cycles a k, is the whole time. The weights of up to 576 k (all, in the models here) come into shared memory before the kernel's turn; then a
+// warp fetches its own rows with all loads in flight, norms or activates them on the way (the operations of rows.cu), and runs its chains without waiting for any
+// other warp.
 #include <algorithm>
 
 #include "core/numeric.hpp"
@@ -18,101 +18,144 @@ namespace specstate::runtime::cuda {
 namespace {
 
 using i64 = std::int64_t;
-constexpr int kWarps = 8, kThreads = 32 * kWarps, kPanel = 16, kColumns = 2 * kPanel, kChunk = 192, kHeads = 16;
+constexpr int kWarps = 8, kThreads = 32 * kWarps, kPanel = 16, kColumns = 2 * kPanel, kMostDepth = 576, kHeads = 16;
 
 struct Heads {
   const std::uint32_t* w[kHeads];
   i64 x_step, y_step;
 };
 
+/// `depth` k at a time, a multiple of 4.
 template <int kRows, Input::As kAs>
-__global__ void __launch_bounds__(kThreads) product(Heads heads, i64 n, i64 k, i64 rows, const float* x, i64 x_stride, const float* norm,
-                                                    float eps, float* y, i64 y_stride, const float* add, Also also) {
-  __shared__ std::uint32_t w_tile[2][kChunk / 2][kPanel];
-  __shared__ float x_tile[kWarps * kRows][kChunk];
+__global__ void __launch_bounds__(kThreads) product(Heads heads, i64 n, i64 k, int depth, i64 rows, const float* x, i64 x_stride,
+                                                    const float* norm, float eps, float* y, i64 y_stride, const float* add, Also also) {
+  SPECSTATE_DYNAMIC_SHARED(memory);
+  std::uint32_t* const w_tile = reinterpret_cast<std::uint32_t*>(memory);         // [depth / 2, 32 outputs], two k a word
+  float* const x_tile = reinterpret_cast<float*>(w_tile + depth / 2 * kColumns);  // [rows of the block, depth]
+  constexpr int kAtOnce = 8 / kRows;                                              // elements of a row that a lane has in flight
   const int t = static_cast<int>(threadIdx.x), lane = t % 32, warp = t / 32;
-  const i64 panel_words = (k + 1) / 2 * kPanel, first_panel = i64{blockIdx.x} * 2, row0 = i64{blockIdx.y} * kWarps * kRows;
-  const std::uint32_t* w = heads.w[blockIdx.z];
+  const i64 panel_words = (k + 1) / 2 * kPanel, first_panel = i64{blockIdx.x} * 2, row0 = (i64{blockIdx.y} * kWarps + warp) * kRows,
+            column = first_panel * kPanel + lane;
+  const std::uint32_t* w = heads.w[blockIdx.z] + first_panel * panel_words;
   x += blockIdx.z * heads.x_step, y += blockIdx.z * heads.y_step;
-  __shared__ float scales[kWarps * kRows];
-  // The next chunk's weights are on their way while this one is multiplied; the first ones before the kernel's turn.
-  constexpr int kQuads = kChunk / 2 * kPanel / 4, kLoads = 2 * kQuads / kThreads;
-  uint4 ahead[kLoads];
+  float* const mine = x_tile + warp * kRows * depth;  // this warp's rows
   const auto fetch = [&](i64 k0) {
-    const int quads = static_cast<int>((min(i64{kChunk}, k - k0) + 1) / 2 * kPanel / 4);
+    const int quads = static_cast<int>((min(i64{depth}, k - k0) + 1) / 2 * (kPanel / 4)), panels = (first_panel + 1) * kPanel < n ? 2 : 1;
+    for (int i0 = t; i0 < 2 * quads; i0 += 4 * kThreads) {
+      uint4 some[4];
 #pragma unroll
-    for (int l = 0; l < kLoads; ++l) {
-      const int panel = (t + l * kThreads) / kQuads, quad = (t + l * kThreads) % kQuads;
-      ahead[l] = {0, 0, 0, 0};
-      if (quad < quads && (first_panel + panel) * kPanel < n)
-        ahead[l] = *reinterpret_cast<const uint4*>(w + (first_panel + panel) * panel_words + k0 / 2 * kPanel + 4 * quad);
+      for (int u = 0; u < 4; ++u) {
+        const int i = i0 + u * kThreads, panel = i >= quads, quad = i - panel * quads;
+        some[u] = {0, 0, 0, 0};
+        if (i < panels * quads) some[u] = *reinterpret_cast<const uint4*>(w + panel * panel_words + k0 / 2 * kPanel + 4 * quad);
+      }
+#pragma unroll
+      for (int u = 0; u < 4; ++u) {
+        const int i = i0 + u * kThreads, panel = i >= quads, quad = i - panel * quads;
+        if (i < 2 * quads) *reinterpret_cast<uint4*>(w_tile + quad / 4 * kColumns + panel * kPanel + quad % 4 * 4) = some[u];
+      }
     }
   };
   fetch(0);
+  __syncthreads();
   my_turn();
-  if constexpr (kAs == Input::As::kNormed) {
-    for (int r = warp * kRows; r < (warp + 1) * kRows && row0 + r < rows; ++r) {
+  const int here = static_cast<int>(max(i64{0}, min(i64{kRows}, rows - row0)));  // rows of this warp
+  float plus[kRows] = {}, scale[kRows] = {};
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    if (add && r < here && column < n) plus[r] = add[(row0 + r) * y_stride + column];
+    if (kAs == Input::As::kNormed && r < here) {
       const float* row = x + (row0 + r) * x_stride;
-      const float sum = sum_squares(lane, k, [&](i64 i) { return row[i]; });
-      if (lane == 0) scales[r] = 1.0f / sqrtf(sum / static_cast<float>(k) + eps);
+      scale[r] = 1.0f / sqrtf(sum_squares(lane, k, [&](i64 i) { return row[i]; }) / static_cast<float>(k) + eps);
     }
   }
   float acc[kRows] = {};
-  for (i64 k0 = 0; k0 < k; k0 += kChunk) {
-    const int depth = static_cast<int>(min(i64{kChunk}, k - k0));
-    __syncthreads();
-#pragma unroll
-    for (int l = 0; l < kLoads; ++l) *reinterpret_cast<uint4*>(&w_tile[0][0][0] + 4 * (t + l * kThreads)) = ahead[l];
-    for (int i = t; i < kWarps * kRows * kChunk; i += kThreads) {
-      const int r = i / kChunk, c = i % kChunk;
-      if (row0 + r >= rows || c >= depth) continue;
-      float v = x[(row0 + r) * x_stride + k0 + c];
-      if constexpr (kAs == Input::As::kNormed) v = v * scales[r] * norm[k0 + c];
-      if constexpr (kAs == Input::As::kSwiglu) v = v * sigmoid(v) * x[(row0 + r) * x_stride + k + k0 + c];
-      x_tile[r][c] = v;
+  for (i64 k0 = 0; k0 < k; k0 += depth) {
+    const int deep = static_cast<int>(min(i64{depth}, k - k0));
+    if (k0 > 0) {
+      __syncthreads();
+      fetch(k0);
+      __syncthreads();
     }
-    __syncthreads();
-    if (k0 + kChunk < k) fetch(k0 + kChunk);
-    if (row0 + warp * kRows >= rows) continue;
-    const std::uint32_t* mine = &w_tile[lane / kPanel][0][lane % kPanel];
-#pragma unroll 8
-    for (int i = 0; i + 1 < depth; i += 2) {
-      const std::uint32_t pair = mine[i / 2 * kPanel];
-      const float even = __uint_as_float(pair << 16), odd = __uint_as_float(pair & 0xFFFF0000u);
+    for (int c0 = lane; here > 0 && c0 < deep; c0 += 32 * kAtOnce) {
+      float v[kRows][kAtOnce], up[kRows][kAtOnce], weight[kAtOnce];
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) {
+        const int c = min(c0 + 32 * u, deep - 1);
+        if constexpr (kAs == Input::As::kNormed) weight[u] = norm[k0 + c];
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          const float* from = x + (row0 + min(r, here - 1)) * x_stride + k0 + c;
+          v[r][u] = *from;
+          if constexpr (kAs == Input::As::kSwiglu) up[r][u] = from[k];
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u)
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          if constexpr (kAs == Input::As::kNormed) v[r][u] = v[r][u] * scale[r] * weight[u];
+          if constexpr (kAs == Input::As::kSwiglu) v[r][u] = v[r][u] * sigmoid(v[r][u]) * up[r][u];
+          if (c0 + 32 * u < deep) mine[r * depth + c0 + 32 * u] = v[r][u];
+        }
+    }
+    __syncwarp();
+    if (here == 0) continue;
+    const std::uint32_t* words = w_tile + lane;
+    int i = 0;
+#pragma unroll 4
+    for (; i + 4 <= deep; i += 4) {
+      const std::uint32_t first = words[i / 2 * kColumns], second = words[(i / 2 + 1) * kColumns];
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        const float* row = x_tile[warp * kRows + r];
-        acc[r] = fmaf(row[i + 1], odd, fmaf(row[i], even, acc[r]));
+        const float4 v = *reinterpret_cast<const float4*>(mine + r * depth + i);
+        acc[r] = fmaf(v.x, __uint_as_float(first << 16), acc[r]);
+        acc[r] = fmaf(v.y, __uint_as_float(first & 0xFFFF0000u), acc[r]);
+        acc[r] = fmaf(v.z, __uint_as_float(second << 16), acc[r]);
+        acc[r] = fmaf(v.w, __uint_as_float(second & 0xFFFF0000u), acc[r]);
       }
     }
-    if (depth % 2)
+    for (; i < deep; ++i) {
+      const std::uint32_t word = words[i / 2 * kColumns];
 #pragma unroll
-      for (int r = 0; r < kRows; ++r)
-        acc[r] = fmaf(x_tile[warp * kRows + r][depth - 1], __uint_as_float(mine[depth / 2 * kPanel] << 16), acc[r]);
+      for (int r = 0; r < kRows; ++r) acc[r] = fmaf(mine[r * depth + i], __uint_as_float(i % 2 ? word & 0xFFFF0000u : word << 16), acc[r]);
+    }
+    __syncwarp();
   }
-  const i64 column = first_panel * kPanel + lane;
   if (column >= n) return;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    const i64 row = row0 + warp * kRows + r;
+    const i64 row = row0 + r;
     if (row >= rows) break;
-    const float v = add ? acc[r] + add[row * y_stride + column] : acc[r];
+    const float v = add ? acc[r] + plus[r] : acc[r];
     y[row * y_stride + column] = v;
     if (also.y) also.y[row * also.stride + column] = v;
   }
 }
 
+template <Input::As kAs>
+void enqueue_as(const Heads& heads, i64 count, const Matrix& shape, const Input& in, i64 rows, float* y, i64 y_stride, const float* add,
+                const Also& also, Stream stream) {
+  const i64 chunks = (shape.k + kMostDepth - 1) / kMostDepth, depth = ((shape.k + chunks - 1) / chunks + 3) / 4 * 4;
+  const i64 columns = (shape.n + kColumns - 1) / kColumns, one = (rows + kWarps - 1) / kWarps * columns * count;  // blocks of a row a warp
+  const i64 most = specstate::cuda::device_info().multiprocessors;
+  const int each = one <= most ? 1 : one <= 2 * most ? 2 : 4;
+  const dim3 grid(static_cast<unsigned>(columns), static_cast<unsigned>((rows + kWarps * each - 1) / (kWarps * each)),
+                  static_cast<unsigned>(count));
+  auto* const kernel = each == 1 ? product<1, kAs> : each == 2 ? product<2, kAs> : product<4, kAs>;
+  const std::size_t shared = static_cast<std::size_t>(depth) * 4 * (kColumns / 2 + kWarps * each);
+  launch(kernel, {grid, kThreads, shared}, stream, heads, shape.n, shape.k, static_cast<int>(depth), rows, in.x, in.stride, in.norm, in.eps,
+         y, y_stride, add, also);
+}
+
 void enqueue(const Heads& heads, i64 count, const Matrix& shape, const Input& in, i64 rows, float* y, i64 y_stride, const float* add,
              const Also& also, Stream stream) {
-  constexpr auto kPlain = Input::As::kPlain, kNormed = Input::As::kNormed, kSwiglu = Input::As::kSwiglu;
-  const bool few = rows <= kWarps;
-  const i64 rows_of_block = few ? kWarps : 4 * kWarps;
-  const dim3 grid(static_cast<unsigned>((shape.n + kColumns - 1) / kColumns),
-                  static_cast<unsigned>((rows + rows_of_block - 1) / rows_of_block), static_cast<unsigned>(count));
-  auto* const kernel = in.as == kNormed   ? (few ? product<1, kNormed> : product<4, kNormed>)
-                       : in.as == kSwiglu ? (few ? product<1, kSwiglu> : product<4, kSwiglu>)
-                                          : (few ? product<1, kPlain> : product<4, kPlain>);
-  launch(kernel, {grid, kThreads}, stream, heads, shape.n, shape.k, rows, in.x, in.stride, in.norm, in.eps, y, y_stride, add, also);
+  if (in.as == Input::As::kNormed)
+    enqueue_as<Input::As::kNormed>(heads, count, shape, in, rows, y, y_stride, add, also, stream);
+  else if (in.as == Input::As::kSwiglu)
+    enqueue_as<Input::As::kSwiglu>(heads, count, shape, in, rows, y, y_stride, add, also, stream);
+  else
+    enqueue_as<Input::As::kPlain>(heads, count, shape, in, rows, y, y_stride, add, also, stream);
 }
 
 }  // namespace
