@@ -24,40 +24,36 @@ __global__ void __launch_bounds__(kThreads)
   x[i] = table[id * d + i % d];
 }
 
-// A warp a row and head.
-__global__ void __launch_bounds__(kThreads)
-    rope(Rows rows, i64 block, float* qkv, i64 stride, i64 heads, i64 kv_heads, i64 D, const float* q_norm, const float* k_norm, float eps,
-         const float* table, i64 R, float scale) {
-  __shared__ float values[kWarps][kMaxDim];
-  my_turn();
-  const i64 item = i64{blockIdx.x} * kWarps + threadIdx.x / 32, row = item / (heads + kv_heads), h = item % (heads + kv_heads);
-  if (row >= rows.batch * block || row / block >= *rows.real) return;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  float* v = values[threadIdx.x / 32];
-  float* x = qkv + row * stride + h * D;
-  const float* norm = h < heads ? q_norm : k_norm;
+/// A head's row as attention takes it, by a warp: normed, rotated (`table`: cosines, then sines, of its position), scaled.
+__device__ void rotate(int lane, const float* x, i64 D, const float* norm, float eps, const float* table, i64 R, float scale, float* to) {
   const float sum = sum_squares(lane, D, [&](i64 i) { return x[i]; });
   const float s = 1.0f / sqrtf(sum / static_cast<float>(D) + eps);
-  for (i64 i = lane; i < D; i += 32) v[i] = x[i] * s * norm[i];
+  for (i64 i = lane; i < D; i += 32) to[i] = x[i] * s * norm[i];
   __syncwarp();
-  table += (rows.positions[row / block * rows.width] + row % block) * R;
   const i64 half = R / 2;
-  for (i64 i = lane; i < D; i += 32) {
-    float y = v[i];
-    if (i < half)
-      y = v[i] * table[i] - v[i + half] * table[half + i];
-    else if (i < R)
-      y = v[i] * table[i - half] + v[i - half] * table[i];
-    x[i] = h < heads ? y * scale : y;
-  }
+  float y[kMaxDim / 32] = {};
+#pragma unroll
+  for (int u = 0; u < kMaxDim / 32; ++u)
+    if (const i64 i = lane + 32 * u; i < D) {
+      y[u] = to[i];
+      if (i < half)
+        y[u] = to[i] * table[i] - to[i + half] * table[half + i];
+      else if (i < R)
+        y[u] = to[i] * table[i - half] + to[i - half] * table[i];
+    }
+  __syncwarp();
+#pragma unroll
+  for (int u = 0; u < kMaxDim / 32; ++u)
+    if (const i64 i = lane + 32 * u; i < D) to[i] = y[u] * scale;
 }
 
-// A block a row and head. A warp scores a key, lanes are channels; values are summed by as many chains as the block holds copies of a head.
+// A block a row and head. Its warps rotate the query and the block's keys, each block for itself: a launch would cost more. Then a warp scores a key, lanes are channels; values are summed by as many chains as the block holds copies of a head.
 __global__ void __launch_bounds__(kThreads)
-    attend_block(Rows rows, i64 block, const float* qkv, i64 stride, i64 heads, i64 kv_heads, i64 D, i64 window,
+    attend_block(Rows rows, i64 block, const float* qkv, i64 stride, i64 heads, i64 kv_heads, i64 D, Rotary rotary, i64 window,
                  const std::uint16_t* k_pool, const std::uint16_t* v_pool, i64 pool_step, float* out) {
   SPECSTATE_DYNAMIC_SHARED(memory);
-  float* score = reinterpret_cast<float*>(memory);
+  float* const own_keys = reinterpret_cast<float*>(memory);  // [block, D]
+  float* const score = own_keys + block * D;
   __shared__ float query[kMaxDim], room[kWarps], parts[kThreads];
   const i64 row = blockIdx.x, b = row / block, h = blockIdx.y, kv = h / (heads / kv_heads), step = kv_heads * D;
   my_turn();
@@ -68,7 +64,11 @@ __global__ void __launch_bounds__(kThreads)
   const std::uint16_t *keys = k_pool + rows.requests[b] * pool_step * step + kv * D,
                       *values = v_pool + rows.requests[b] * pool_step * step + kv * D;
   const float *block_keys = qkv + b * block * stride + (heads + kv) * D, *block_values = block_keys + kv_heads * D;
-  for (i64 i = t; i < D; i += kThreads) query[i] = qkv[row * stride + h * D + i];
+  for (i64 j = warp; j <= block; j += kWarps) {
+    const bool key = j < block;
+    rotate(lane, key ? block_keys + j * stride : qkv + row * stride + h * D, D, key ? rotary.k_norm : rotary.q_norm, rotary.eps,
+           rotary.table + (key ? n + j : own) * rotary.dim, rotary.dim, key ? 1.0f : rotary.scale, key ? own_keys + j * D : query);
+  }
   __syncthreads();
   // Of several keys at a time, so that their loads are in flight together.
   const i64 context = max(i64{0}, n - first);
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   for (i64 k = context + warp; k < total; k += kWarps) {
-    const float* key = block_keys + (first + k - n) * stride;
+    const float* key = own_keys + (first + k - n) * D;
     float dot = 0;
     for (i64 i = lane; i < D; i += 32) dot = fmaf(query[i], key[i], dot);
     dot = sum_chains(dot);
@@ -138,17 +138,14 @@ __global__ void __launch_bounds__(kThreads)
 void embed_block(const Rows& rows, i64 block, const i32* last, i64 mask, const float* table, i64 d, float* x, Stream stream) {
   launch(embed_rows_of_block, {blocks_for(rows.batch * block * d, kThreads), kThreads}, stream, rows, block, last, mask, table, d, x);
 }
-void rope_block(const Rows& rows, i64 block, float* qkv, i64 stride, i64 heads, i64 kv_heads, i64 D, const float* q_norm,
-                const float* k_norm, float eps, const float* table, i64 R, float scale, Stream stream) {
-  launch(rope, {blocks_for(rows.batch * block * (heads + kv_heads), kWarps), kThreads}, stream, rows, block, qkv, stride, heads, kv_heads,
-         D, q_norm, k_norm, eps, table, R, scale);
-}
-void block_attention(const Rows& rows, i64 block, const float* qkv, i64 stride, i64 heads, i64 kv_heads, i64 D, i64 window, i64 L,
-                     const std::uint16_t* k_pool, const std::uint16_t* v_pool, i64 pool_step, float* out, Stream stream) {
+void block_attention(const Rows& rows, i64 block, const float* qkv, i64 stride, i64 heads, i64 kv_heads, i64 D, const Rotary& rotary,
+                     i64 window, i64 L, const std::uint16_t* k_pool, const std::uint16_t* v_pool, i64 pool_step, float* out,
+                     Stream stream) {
   const i64 most = window ? std::min(window, L) + block : L + block;
   const dim3 grid(static_cast<unsigned>(rows.batch * block), static_cast<unsigned>(heads));
-  launch(attend_block, {grid, kThreads, static_cast<std::size_t>(most) * 4}, stream, rows, block, qkv, stride, heads, kv_heads, D, window,
-         k_pool, v_pool, pool_step, out);
+  const std::size_t shared = static_cast<std::size_t>(most + block * D) * 4;
+  launch(attend_block, {grid, kThreads, shared}, stream, rows, block, qkv, stride, heads, kv_heads, D, rotary, window, k_pool, v_pool,
+         pool_step, out);
 }
 
 }  // namespace specstate::runtime::cuda

@@ -112,10 +112,9 @@ void Drafter::propose(const Step& step, const Choice& choice, double* probabilit
   for (std::size_t l = 0; l < layers_.size(); ++l) {
     const Layer& layer = layers_[l];
     matmul(layer.qkv, normed(x_, d, layer.input_norm, config_.rms_eps, h_), M, qkv_, width, stream);
-    rope_block(rows, B, qkv_, width, heads, kv, D, layer.q_norm, layer.k_norm, config_.rms_eps, rope_, config_.rotary_dim,
-               1.0f / std::sqrt(static_cast<float>(D)), stream);
+    const Rotary rotary{layer.q_norm, layer.k_norm, config_.rms_eps, rope_, config_.rotary_dim, 1.0f / std::sqrt(static_cast<float>(D))};
     const i64 before = static_cast<i64>(l) * pool * kv * D;
-    block_attention(rows, B, qkv_, width, heads, kv, D, config_.window[l], limits_.context, k_pool_ + before, v_pool_ + before,
+    block_attention(rows, B, qkv_, width, heads, kv, D, rotary, config_.window[l], limits_.context, k_pool_ + before, v_pool_ + before,
                     limits_.context, mixed_, stream);
     const float* mixed = mixed_;
     if (heads < config_.heads)

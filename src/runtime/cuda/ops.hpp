@@ -131,15 +131,19 @@ void latent_attention(const Rows& rows, const std::int32_t* selected, const std:
 /// x [batch, block, d] = the embeddings of each request's last token, then masks.
 void embed_block(const Rows& rows, std::int64_t block, const std::int32_t* last, std::int64_t mask, const float* table, std::int64_t d,
                  float* x, Stream stream);
-/// q and k of the block's rows, in place: norm per head, rotary at the absolute position, q scaled.
-void rope_block(const Rows& rows, std::int64_t block, float* qkv, std::int64_t stride, std::int64_t heads, std::int64_t kv_heads,
-                std::int64_t D, const float* q_norm, const float* k_norm, float eps, const float* table, std::int64_t R, float scale,
-                Stream stream);
+/// What becomes of a block's queries and keys: norm per head, rotary at the absolute position (table [positions, dim]), queries scaled.
+struct Rotary {
+  const float *q_norm = nullptr, *k_norm = nullptr;
+  float eps = 0;
+  const float* table = nullptr;
+  std::int64_t dim = 0;
+  float scale = 1;
+};
 /// Row j of a block at position n + j: softmax over the context's pool rows request * pool_step + p, p < n, and the block's own keys; a key at kp
 /// is seen iff kp > n + j - window (0: always).
 void block_attention(const Rows& rows, std::int64_t block, const float* qkv, std::int64_t stride, std::int64_t heads, std::int64_t kv_heads,
-                     std::int64_t D, std::int64_t window, std::int64_t L, const std::uint16_t* k_pool, const std::uint16_t* v_pool,
-                     std::int64_t pool_step, float* out, Stream stream);
+                     std::int64_t D, const Rotary& rotary, std::int64_t window, std::int64_t L, const std::uint16_t* k_pool,
+                     const std::uint16_t* v_pool, std::int64_t pool_step, float* out, Stream stream);
 
 // ---- tokens ----------------------------------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ namespace {
 using i64 = std::int64_t;
 using i32 = std::int32_t;
 constexpr int kThreads = 128, kRowsOfBlock = kThreads / 32, kWide = 256, kAtOnce = 8;
+constexpr std::size_t kMostStaged = std::size_t{64} << 10;
 
 __device__ void store_latent(const Latent& l, i64 row, int lane) {
   if (l.locs[row] < 0) return;
@@ -194,49 +195,62 @@ __device__ float over_block(float x, float* room) {
 }
 
 // A block a row and head. A warp scores a position, lanes are channels; then every thread owns output channels, and the sum over positions is one
-// chain in the order of the selection, so a row's result depends on what it selected and on nothing else.
+// chain in the order of the selection, so a row's result depends on what it selected and on nothing else. kStaged: the selected rows are brought into
+// shared memory first, all loads in flight at once; otherwise there are too many of them, and both passes fetch several at a time.
+template <bool kStaged>
 __global__ void __launch_bounds__(kThreads)
     attend(Rows rows, const i32* selected, const i32* locs, i64 K, const std::uint16_t* latent, const float* up, const float* rope,
            i64 rope_stride, i64 rope_step, i64 C, i64 Dr, float scale, float* out, i32* fault) {
   SPECSTATE_DYNAMIC_SHARED(memory);
-  float* score = reinterpret_cast<float*>(memory);  // [K], then the query [C + Dr], then the rows
-  float* query = score + K;
-  i32* where = reinterpret_cast<i32*>(query + C + Dr);  // [K]
+  const i64 row = blockIdx.x, h = blockIdx.y, Hm = gridDim.y, width = C + Dr;
+  std::uint16_t* const tile = reinterpret_cast<std::uint16_t*>(memory);             // [K, width] where staged
+  float* const score = reinterpret_cast<float*>(tile + (kStaged ? K * width : 0));  // [K]
+  float* const query = score + K;                                                   // [width]
+  i32* const where = reinterpret_cast<i32*>(query + width);                         // [K]
   __shared__ float room[kThreads / 32];
   my_turn();
-  const i64 row = blockIdx.x, h = blockIdx.y, Hm = gridDim.y, width = C + Dr;
   const int t = static_cast<int>(threadIdx.x), lane = t % 32, warp = t / 32;
-  out += (row * Hm + h) * C;
-  if (row / rows.width >= *rows.real) {
+  const bool real = row / rows.width < *rows.real;
+  out += (row * Hm + h) * C, selected += row * K, locs += row * K;
+  for (i64 k = t; k < K; k += kThreads) where[k] = locs[k];
+  for (i64 i = t; i < width; i += kThreads)
+    query[i] = (i < C ? up[(row * Hm + h) * C + i] : rope[row * rope_stride + h * rope_step + i - C]) * scale;
+  if (!real) {
     for (i64 i = t; i < C; i += kThreads) out[i] = 0;
     return;
   }
-  selected += row * K, locs += row * K;
-  for (i64 k = t; k < K; k += kThreads) {
-    where[k] = locs[k];
-    if (locs[k] < 0 && selected[k] >= 0) *fault = 1;
-  }
-  for (i64 i = t; i < width; i += kThreads)
-    query[i] = (i < C ? up[(row * Hm + h) * C + i] : rope[row * rope_stride + h * rope_step + i - C]) * scale;
   __syncthreads();
-  // Several rows at a time, so that their loads are in flight together.
-  for (i64 k0 = warp; k0 < K; k0 += kRowsOfBlock * kAtOnce) {
-    const std::uint16_t* kv[kAtOnce];
-    float dot[kAtOnce] = {};
+  if constexpr (kStaged) {
+    const int pieces = static_cast<int>(width) / 8, count = static_cast<int>(K) * pieces;  // of 16 bytes
+    for (int i0 = t; i0 < count; i0 += kThreads * kAtOnce) {
+      uint4 some[kAtOnce];
 #pragma unroll
-    for (int u = 0; u < kAtOnce; ++u) {
-      const i64 k = k0 + u * kRowsOfBlock;
-      kv[u] = k < K && where[k] >= 0 ? latent + i64{where[k]} * width : nullptr;
+      for (int u = 0; u < kAtOnce; ++u) {
+        const int i = i0 + u * kThreads, loc = i < count ? where[i / pieces] : -1;
+        some[u] = {0, 0, 0, 0};
+        if (loc >= 0) some[u] = *reinterpret_cast<const uint4*>(latent + loc * width + i % pieces * 8);
+      }
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u)
+        if (i0 + u * kThreads < count) *reinterpret_cast<uint4*>(tile + i64{8} * (i0 + u * kThreads)) = some[u];
     }
+    __syncthreads();
+  }
+  const auto value = [&](i64 k, i64 i) { return from_bits(kStaged ? tile[k * width + i] : latent[where[k] * width + i]); };
+  for (i64 k0 = warp; k0 < K; k0 += kRowsOfBlock * kAtOnce) {
+    float dot[kAtOnce] = {};
     for (i64 i = lane; i < width; i += 32)
 #pragma unroll
       for (int u = 0; u < kAtOnce; ++u)
-        if (kv[u]) dot[u] = fmaf(query[i], from_bits(kv[u][i]), dot[u]);
+        if (const i64 k = k0 + u * kRowsOfBlock; k < K && where[k] >= 0) dot[u] = fmaf(query[i], value(k, i), dot[u]);
 #pragma unroll
     for (int u = 0; u < kAtOnce; ++u) {
-      if (k0 + u * kRowsOfBlock >= K) break;
+      const i64 k = k0 + u * kRowsOfBlock;
+      if (k >= K) break;
       dot[u] = sum_chains(dot[u]);
-      if (lane == 0) score[k0 + u * kRowsOfBlock] = kv[u] ? dot[u] : -INFINITY;
+      if (lane > 0) continue;
+      score[k] = where[k] >= 0 ? dot[u] : -INFINITY;
+      if (where[k] < 0 && selected[k] >= 0) *fault = 1;
     }
   }
   __syncthreads();
@@ -257,8 +271,7 @@ __global__ void __launch_bounds__(kThreads)
     for (i64 k0 = 0; k0 < K; k0 += 2 * kAtOnce) {
       float v[2 * kAtOnce];
 #pragma unroll
-      for (int u = 0; u < 2 * kAtOnce; ++u)
-        v[u] = k0 + u < K && where[k0 + u] >= 0 ? from_bits(latent[i64{where[k0 + u]} * width + i]) : 0.0f;
+      for (int u = 0; u < 2 * kAtOnce; ++u) v[u] = k0 + u < K && where[k0 + u] >= 0 ? value(k0 + u, i) : 0.0f;
 #pragma unroll
       for (int u = 0; u < 2 * kAtOnce; ++u)
         if (k0 + u < K && where[k0 + u] >= 0) acc = fmaf(score[k0 + u], v[u], acc);
@@ -284,8 +297,10 @@ void latent_attention(const Rows& rows, const i32* selected, const i32* locs, i6
                       const float* rope, i64 rope_stride, i64 rope_step, i64 Hm, i64 C, i64 Dr, float scale, float* out, i32* fault,
                       Stream stream) {
   const dim3 grid(static_cast<unsigned>(rows.count()), static_cast<unsigned>(Hm));
-  launch(attend, {grid, kThreads, static_cast<std::size_t>(2 * K + C + Dr) * 4}, stream, rows, selected, locs, K, latent, up, rope,
-         rope_stride, rope_step, C, Dr, scale, out, fault);
+  const std::size_t rest = static_cast<std::size_t>(2 * K + C + Dr) * 4, tile = static_cast<std::size_t>(K * (C + Dr)) * 2;
+  const bool staged = (C + Dr) % 8 == 0 && tile <= kMostStaged;
+  launch(staged ? attend<true> : attend<false>, {grid, kThreads, rest + (staged ? tile : 0)}, stream, rows, selected, locs, K, latent, up,
+         rope, rope_stride, rope_step, C, Dr, scale, out, fault);
 }
 
 }  // namespace specstate::runtime::cuda
