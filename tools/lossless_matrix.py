@@ -3,8 +3,8 @@
 fixed-seed sampling, natural acceptance and every forced accepted length. `tools/lossless_matrix.py [--device cuda] [--record]`
 
 A cell is one call: all prompts, decoded speculatively and plainly, tokens and committed state compared prompt by prompt. On a GPU the state is
-compared after every step, requests start at different steps, some are dropped, at most 16 run at once, and there are more cells: at most 1, 2, ... 16
-requests at once.
+compared after every step, requests start at different steps, some are dropped, at most 16 run at once, and there are more cells: at most 1, 2, ... 15
+requests at once, by turns in one of the modes and at one of the temperatures.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def cells_of(device):
     """(mode, temperature, forced accepted length or 0, most requests at once)"""
     cells = [(m, t, f, MOST if device == "cuda" else PROMPTS) for m in MODES for t in TEMPERATURES for f in range(WINDOW + 1)]
     if device == "cuda":
-        cells += [(m, t, 0, n) for m in MODES for t in TEMPERATURES for n in range(1, MOST)]
+        cells += [(MODES[n % 2], TEMPERATURES[n // 2 % 2], 0, n) for n in range(1, MOST)]
     return cells
 
 
