@@ -1,5 +1,6 @@
 #include <atomic>
 #include <string>
+#include <thread>
 
 #include "cuda/launch.hpp"
 #include "runtime/cuda/memory.hpp"
@@ -94,8 +95,19 @@ float Event::since(const Event& begin) const {
   return ms;
 }
 
+namespace {
+std::atomic<bool> all_enqueued = true;
+}
+
 void Trace::start(const Queue& queue) {
   marks_.clear();
+  all_enqueued = false;
+  SPECSTATE_CUDA_CHECK(cudaLaunchHostFunc(
+      queue.native(),
+      [](void*) {
+        while (!all_enqueued) std::this_thread::yield();
+      },
+      nullptr));
   queue_ = &queue;
   mark("start");
 }
@@ -103,6 +115,10 @@ void Trace::mark(const std::string& name) {
   if (!queue_) return;
   marks_.emplace_back(name, Event(true));
   marks_.back().second.record(*queue_);
+}
+void Trace::stop() {
+  queue_ = nullptr;
+  all_enqueued = true;
 }
 std::string Trace::json() const {
   std::string text = "{\"displayTimeUnit\": \"ns\", \"traceEvents\": [";

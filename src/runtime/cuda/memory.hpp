@@ -121,15 +121,16 @@ class Graph {
 };
 
 /// Where the time of one step goes: an event behind each operation while it is on. `mark` does nothing otherwise, so it stands in the code
-/// of the step itself.
+/// of the step itself. The stream does nothing until everything is enqueued, or the times would be those of launches.
 class Trace {
  public:
+  ~Trace() { stop(); }
   void start(const Queue& queue);
   /// What was enqueued since the mark before is called so.
   void mark(const std::string& name);
-  void stop() { queue_ = nullptr; }
+  void stop();
   bool on() const { return queue_ != nullptr; }
-  /// Chrome's trace format (chrome://tracing, Perfetto). Waits for the last event.
+  /// Chrome's trace format (chrome://tracing, Perfetto), once stopped. Waits for the last event.
   std::string json() const;
 
  private:

@@ -424,7 +424,7 @@ void Run::step() {
     shape.graph->launch(queue_);
   }
   ++shape.runs;
-  if (traced) report_.trace = trace_.json(), trace_.stop();
+  if (traced) trace_.stop(), report_.trace = trace_.json();
   publish(kind_);
   ++steps_, ++ran_[at(kind_ + 1)];
   read_behind(1);
