@@ -22,11 +22,14 @@ using i32 = std::int32_t;
 
 std::size_t at(i64 i) { return static_cast<std::size_t>(i); }
 constexpr Device kGpu{DeviceType::kCuda, 0, false};
+constexpr i64 kDsv4Page = 37440;  // bytes
 
 struct Case {
   i64 requests = 1, steps = 4, top_k = 2048, hot = 4096, bytes = 576, misses = 782, context = 65536;
   bool identity = true;   // slot t holds token t, the state after a prefill
   bool one_host = false;  // all requests share their host rows, as in sglang's benchmark
+  i64 pairs = 1;          // 2: K and V
+  bool paged = false;     // DSv4 pages; a row has 584 bytes then
   i64 sm_budget = 0;
   int rounds = 21;  // of the measurement
 };
@@ -59,7 +62,7 @@ struct World {
   Case c;
   i64 host_rows, device_rows, W;
   std::vector<std::unique_ptr<GpuArray>> memory;
-  TensorView tokens, out, lens, ids, host_locs, device, host, plan_src, plan_dst, plan_count, unique;
+  TensorView tokens, out, lens, ids, host_locs, device[2], host[2], plan_src, plan_dst, plan_count, unique;
   std::vector<i32> resident;  // token of each slot
 
   template <class T>
@@ -73,10 +76,14 @@ struct World {
   explicit World(const Case& given) : c(given), W(given.hot + 64) {
     std::mt19937 random(1);
     const i64 B = c.requests, S = c.steps, K = c.top_k, L = c.context;
-    host_rows = static_cast<i64>(host_pool().bytes()) / c.bytes;
-    device_rows = B * W;
-    host = TensorView(host_pool().data(), DType::kUInt8, {host_rows, c.bytes}, {DeviceType::kCpu, 0, true});
-    device = array<std::uint8_t>(DType::kUInt8, {device_rows, c.bytes});
+    // Rows as they lie, or whole pages of 64.
+    const i64 row = c.paged ? kDsv4Page : c.bytes, each = c.paged ? 64 : 1, units = static_cast<i64>(host_pool().bytes()) / row / c.pairs;
+    host_rows = units * each;
+    device_rows = (B * W + each - 1) / each * each;
+    for (i64 i = 0; i < c.pairs; ++i) {
+      host[i] = TensorView(host_pool().data<std::byte>() + i * units * row, DType::kUInt8, {units, row}, {DeviceType::kCpu, 0, true});
+      device[i] = array<std::uint8_t>(DType::kUInt8, {device_rows / each, row});
+    }
     std::vector<i64> rows(at(B * L)), all(at(B));
     for (i64& r : rows) r = static_cast<i64>(random()) % host_rows;
     for (i64 b = 1; b < B && c.one_host; ++b) std::copy_n(rows.begin(), L, rows.begin() + b * L);
@@ -107,9 +114,11 @@ struct World {
   }
   KvBuffers buffers() const {
     KvBuffers b;
-    b.host_cache = host, b.device_buffer = device;
+    b.host_cache = host[0], b.device_buffer = device[0];
+    if (c.pairs == 2) b.host_cache_v = host[1], b.device_buffer_v = device[1];
     return b;
   }
+  RowLayout layout() const { return c.paged ? RowLayout::kDsv4Paged : RowLayout::kLinear; }
   MissPlan plan() const { return {plan_src, plan_dst, plan_count}; }
   void expect_misses(const TensorView& counts) const {
     std::vector<i32> n(at(c.requests));
@@ -123,6 +132,8 @@ struct World {
     if (c.context != Case{}.context) k["context"] = std::to_string(c.context);
     if (!c.identity) k["residency"] = "shuffled";
     if (c.one_host) k["host_rows"] = "shared";
+    if (c.pairs == 2) k["pairs"] = "2";
+    if (c.paged) k["layout"] = "dsv4";
     if (c.sm_budget) k["sm_budget"] = std::to_string(c.sm_budget);
     return k;
   }
@@ -130,7 +141,7 @@ struct World {
 
 constexpr const char* kFloor = "bare gather of as many scattered rows, measured";
 void floor_of(Gpu& gpu, const Case& c, i64 layers, Result& r) {
-  r.floor_us = c.misses > 0 ? gpu.host_gather_us(layers * c.requests * c.misses, c.bytes) : gpu.launch_us();
+  r.floor_us = c.misses > 0 ? gpu.host_gather_us(layers * c.pairs * c.requests * c.misses, c.bytes) : gpu.launch_us();
   r.floor = c.misses > 0 ? kFloor : "an empty kernel, measured";
 }
 
@@ -164,7 +175,7 @@ void swaps(Report& report, Gpu& gpu, const Case& c, Parts parts = Parts::kSwap) 
   SwapInParams p;
   p.state = swap_state_view(shape, state.data(), kGpu);
   p.top_k_tokens = w.tokens, p.top_k_device_locs = w.out, p.seq_lens = w.lens, p.req_pool_indices = w.ids;
-  p.host_cache_locs = w.host_locs, p.buffers = w.buffers(), p.unique_misses = w.unique, p.sm_budget = c.sm_budget;
+  p.host_cache_locs = w.host_locs, p.buffers = w.buffers(), p.layout = w.layout(), p.unique_misses = w.unique, p.sm_budget = c.sm_budget;
   const auto restore = [&](Stream s, int) { state.restore(static_cast<cudaStream_t>(s.handle)); };
   Result r;
   floor_of(gpu, c, 1, r);
@@ -177,7 +188,7 @@ void swaps(Report& report, Gpu& gpu, const Case& c, Parts parts = Parts::kSwap) 
   std::vector<KvBuffers> followers(3, w.buffers());
   ReplayPlanParams replay;
   replay.miss_src = w.plan_src, replay.miss_dst = w.plan_dst, replay.miss_count = w.plan_count;
-  replay.followers = followers.data(), replay.num_followers = 3;
+  replay.followers = followers.data(), replay.num_followers = 3, replay.layout = w.layout();
   replay.sm_budget = c.sm_budget;
   Report::Keys with_followers = w.keys();
   with_followers["followers"] = "3";
@@ -275,7 +286,8 @@ void single(Report& report, Gpu& gpu, Case c) {
     return v;
   };
   p.top_k_tokens = flat(w.tokens), p.top_k_device_locs = flat(w.out), p.req_pool_indices = w.ids, p.host_cache_locs = w.host_locs;
-  p.seq_lens = w.array(DType::kInt32, {B}, std::vector<i32>(at(B), static_cast<i32>(c.context))), p.buffers = w.buffers();
+  p.seq_lens = w.array(DType::kInt32, {B}, std::vector<i32>(at(B), static_cast<i32>(c.context))), p.buffers = w.buffers(),
+  p.layout = w.layout();
   p.device_buffer_tokens = slots.view(DType::kInt32, {B, W}), p.device_buffer_locs = w.array(DType::kInt32, {B, W}, locs);
   p.lru_slots = lru.view(DType::kInt16, {B, c.hot});
   Result r;
@@ -285,6 +297,36 @@ void single(Report& report, Gpu& gpu, Case c) {
                             for (const Restored* a : {&slots, &lru}) a->restore(static_cast<cudaStream_t>(s.handle));
                           });
   report.add("single_swap", w.keys(), r);
+}
+
+/// Rows of DSv4 pages by index, from the host to the GPU in every layer.
+void transfer(Report& report, Gpu& gpu, i64 rows, i64 layers) {
+  const i64 pages = static_cast<i64>(host_pool().bytes()) / kDsv4Page / layers, there = (rows + 63) / 64;
+  std::vector<std::unique_ptr<GpuArray>> memory;
+  std::vector<TensorView> src, dst;
+  for (i64 l = 0; l < layers; ++l) {
+    src.emplace_back(host_pool().data<std::byte>() + l * pages * kDsv4Page, DType::kUInt8, std::initializer_list<i64>{pages, kDsv4Page},
+                     Device{DeviceType::kCpu, 0, true});
+    memory.push_back(std::make_unique<GpuArray>(at(there * kDsv4Page)));
+    dst.push_back(memory.back()->view(DType::kUInt8, {there, kDsv4Page}));
+  }
+  std::mt19937 random(1);
+  std::vector<i64> from(at(rows)), to(at(rows));
+  for (i64& f : from) f = static_cast<i64>(random()) % (pages * 64);
+  std::iota(to.begin(), to.end(), 0);
+  std::shuffle(to.begin(), to.end(), random);
+  const auto index = [&](const std::vector<i64>& v) {
+    memory.push_back(std::make_unique<GpuArray>(v.size() * sizeof(i64)));
+    memory.back()->set(v);
+    return memory.back()->view(DType::kInt64, {rows});
+  };
+  TransferPagedParams p;
+  p.src = src.data(), p.dst = dst.data(), p.num_layers = layers, p.src_indices = index(from), p.dst_indices = index(to);
+  Result r;
+  r.floor_us = gpu.host_gather_us(rows * layers, 584);
+  r.floor = kFloor;
+  r.ours_us = gpu.cold_us([&](Stream s, int) { transfer_paged(p, s); });
+  report.add("transfer_paged", {{"bytes", "584"}, {"layers", std::to_string(layers)}, {"rows", std::to_string(rows)}}, r);
 }
 
 /// The window of a verify: four groups of an anchor and three followers, four positions a request, three of them accepted.
@@ -351,6 +393,10 @@ void run(Report& report) {
     swaps(report, gpu, c, Parts::kAll);
     single(report, gpu, c);
     windows(report, gpu, 2);
+    transfer(report, gpu, 64, 1);
+    c.bytes = 584, c.paged = true;
+    swaps(report, gpu, c, Parts::kFollowers);
+    single(report, gpu, c);
     return;
   }
   for (const i64 requests : {1, 8, 64}) windows(report, gpu, requests);
@@ -388,6 +434,17 @@ void run(Report& report) {
         c.bytes = 512, c.hot = hot, c.misses = misses, c.context = 16384;
         single(report, gpu, c);
       }
+  // The other kinds of rows: DSv4 pages, K and V.
+  for (const i64 requests : {1, 8})
+    for (const bool paged : {true, false}) {
+      Case c{requests};
+      c.paged = paged, c.pairs = paged ? 1 : 2, c.bytes = paged ? 584 : 512;
+      swaps(report, gpu, c, Parts::kFollowers);
+      c.misses = 410, c.context = 16384;
+      single(report, gpu, c);
+    }
+  for (const i64 layers : {1, 4})
+    for (const i64 rows : {64, 782, 6256}) transfer(report, gpu, rows, layers);
 }
 
 const bool registered = add_gpu_family("hisparse", run);

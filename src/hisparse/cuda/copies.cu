@@ -6,7 +6,7 @@
 #include <algorithm>
 
 #include "cuda/launch.hpp"
-#include "hisparse/cuda/rows.cuh"
+#include "hisparse/cuda/ways.cuh"
 
 namespace specstate::hisparse::cuda {
 namespace {
@@ -21,12 +21,6 @@ struct Streams {
   int count, vec;
   bool paged;
 };
-
-/// Lane l brings the l-th of up to 32 ways; the warp goes them.
-__device__ __forceinline__ void move_ways(int vec, i64 item, const Way& mine, u32 count) {
-  if (mine.scale) copy_scale(vec, mine.scale, mine.scale_to);
-  move_any(vec, mine.from, mine.to, count, static_cast<u32>(item));
-}
 
 __global__ void __launch_bounds__(kThreads) replay_kernel(const __grid_constant__ ReplayPlanArgs x, const __grid_constant__ Streams to) {
   __shared__ u32 before[kThreads + 1];
@@ -73,7 +67,7 @@ __global__ void __launch_bounds__(kThreads) replay_kernel(const __grid_constant_
           }
         }
       }
-      move_ways(to.vec, to.item, way, static_cast<u32>(min(u64{32}, (work - start + warps - 1) / warps)));
+      go_ways(to.vec, to.item, way, static_cast<u32>(min(u64{32}, (work - start + warps - 1) / warps)));
     }
     __syncthreads();
   }
@@ -108,7 +102,7 @@ __global__ void __launch_bounds__(kThreads) transfer_kernel(const __grid_constan
     }
     const u64 all = reinterpret_cast<u64>(way.from) | reinterpret_cast<u64>(way.to);
     const int vec = __all_sync(kFull, all % 16 == 0) ? 16 : __all_sync(kFull, all % 8 == 0) ? 8 : 1;
-    move_ways(vec, layout::kValueBytes, way, static_cast<u32>(min(u64{32}, (work - start + warps - 1) / warps)));
+    go_ways(vec, layout::kValueBytes, way, static_cast<u32>(min(u64{32}, (work - start + warps - 1) / warps)));
   }
 }
 

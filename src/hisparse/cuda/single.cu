@@ -1,277 +1,465 @@
-// The single-step swap with exact LRU: a cluster of CTAs a batch row, one launch.
+// The single-step swap with exact LRU: one CTA decides for a batch row, its cluster moves the rows with it.
 //
-// The asked tokens go into the cluster's hash table, then every LRU position asks the table for the token of its slot: position p is a hit or
-// can be evicted. Two sets over all positions and all asked tokens, pushed to every CTA, say the rest: miss u (rank among the asked) takes
-// the evictable position of rank u, and a position's new place in the order is its rank in one set or the other. Rows are moved round
-// robin by all warps of the cluster. Chunks of 32 positions are dealt to the CTAs in turn, tokens in slices.
+// Deciding is short (some thousand look-ups) and serial (who is hit -> how many can be evicted, who misses -> which victim), so it stays in
+// one CTA, where a barrier costs 50 cycles and not 900. What it costs is instructions, 32 warps of them on one SM; so each step is one
+// short loop. The other CTAs of a cluster (small batches only) wait for their list and move rows.
+//
+//   selection, request, length -> the request's tables into shared memory (bulk copies) and the host row of every asked token (where the
+//   batch is small: a miss would wait for it), meanwhile the asked tokens into a hash table, where the smallest occurrence of each stays ->
+//   every LRU position asks the table for its slot's token: a hit puts its position into the entry -> first occurrences that nobody hit and
+//   that have a host row miss -> ranks in that set and in the set of the positions that can be evicted: miss u takes the position of rank u ->
+//   (host row, device row) into the list of CTA u mod cluster -> tables, answers and the new order (a position's place is its rank in one
+//   set or the other), while the last warps already move.
+//
+// The order of the results is that of positions and occurrences, never that of arrival; so they equal the CPU's.
 #include <algorithm>
-#include <string>
 
 #include "cuda/launch.hpp"
 #include "hisparse/cuda/missing.cuh"
-#include "hisparse/cuda/rows.cuh"
+#include "hisparse/cuda/single.hpp"
+#include "hisparse/cuda/ways.cuh"
 
 namespace specstate::hisparse::cuda {
 namespace {
 
-constexpr int kThreads = 512;
+constexpr u32 kThreads = 1024, kWarps = kThreads / 32;
+constexpr u32 kFirst =
+    0x80000000u;          // in an entry: nobody holds the token; its smallest occurrence is in the low bits. Else an LRU position
+constexpr u32 kTake = 4;  // rows that a warp takes at once
 
+/// 8 bytes, asynchronously.
+__device__ __forceinline__ void async_pair(void* shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(ptx::shared(shared)), "l"(global) : "memory");
+}
+
+/// Sizes and places in shared memory, the same for all CTAs of a launch.
 struct Plan {
-  SlicePlan slices;
-  u32 hot_words, my_words;  // chunks of 32 positions: all, and those of one CTA
-  u32 seen, evictable, evictable_before, slot, asks, tokens, locs, bytes;
+  u32 cluster, cluster_bits;
+  u32 hot_words, asked_words;  // of a set, multiples of 128
+  u32 shift, mask;             // of the hash table
+  bool bulk, early;            // tables can be copied in bulk; host rows are read before they are known to be needed
+  u32 out_step, host_step, token_step, lru_step, src_step, dst_step;  // bytes
+  u32 key, value, token, source, place, tokens, locs, lru, position, evictable, evictable_before, again, first, first_before, bytes;
+};
+struct Shared {
+  u64 staged;  // barrier: the tables are here
+  u32 moves, next;
+  u32 misses, evictable;
+  std::int32_t newest_loc;
+};
+struct Move {
+  u32 src;
+  std::int32_t dst;
 };
 
-__device__ __forceinline__ bool any(bool mine) { return __syncthreads_or(mine) != 0; }
+/// before[w] = set bits of words 0..w-1; n is a multiple of 128. One warp.
+__device__ __forceinline__ u32 rank_sets(u32* words, const u32* more, u32* before, u32 n) {
+  u32 carry = 0;
+#pragma unroll 1
+  for (u32 base = 4 * lane_id(); base < n; base += 128) {
+    uint4 w = *reinterpret_cast<const uint4*>(words + base);
+    if (more != nullptr) {
+      const uint4 a = *reinterpret_cast<const uint4*>(more + base);
+      w = {w.x | a.x, w.y | a.y, w.z | a.z, w.w | a.w};
+      *reinterpret_cast<uint4*>(words + base) = w;
+    }
+    const u32 x = __popc(w.x), y = x + __popc(w.y), z = y + __popc(w.z);
+    u32 total;
+    const u32 sum = carry + warp_sum_before(z + __popc(w.w), total);
+    *reinterpret_cast<uint4*>(before + base) = {sum, sum + x, sum + y, sum + z};
+    carry += total;
+  }
+  return carry;
+}
 
-template <bool kTables>
-struct Single : Slices {
+/// Token i of a selection of blocks. Out of line, since most selections are none.
+__device__ __noinline__ std::int32_t of_block(const SwapInSingleArgs& x, i64 b, u32 i) {
+  const u32 n = static_cast<u32>(x.block), entry = i / n;
+  const i64 block = x.selection(b, entry), token = block * n + (i - entry * n);
+  return block < 0 || token > INT32_MAX ? -1 : static_cast<std::int32_t>(token);
+}
+
+/// Element i of a row, by a step in bytes.
+template <class T>
+__device__ __forceinline__ T& element(const void* row, u32 step, u32 i) {
+  return *reinterpret_cast<T*>(reinterpret_cast<u64>(row) + static_cast<u64>(step) * i);
+}
+
+/// Lru: the type of lru_slots.
+template <class Lru>
+struct Single {
   const SwapInSingleArgs& x;
   const CopyGeometry& copy;
   const Plan& plan;
-  i64 b, r;
+  std::byte* memory;
+  u32 rank, parity;
 
+  template <class T>
+  __device__ __forceinline__ T* at(u32 offset) const {
+    return reinterpret_cast<T*>(memory + offset);
+  }
+  __device__ __forceinline__ u32* words(u32 offset) const { return at<u32>(offset); }
+  __device__ __forceinline__ std::int32_t* token() const { return at<std::int32_t>(plan.token); }
+  __device__ __forceinline__ Shared& s() const { return *at<Shared>(0); }
   __device__ __forceinline__ u32 hot() const { return static_cast<u32>(x.hot); }
   __device__ __forceinline__ u32 asked() const { return static_cast<u32>(x.top_k); }
-  __device__ __forceinline__ std::int32_t slot_token(u32 c) const {
-    if constexpr (kTables) return at<std::int32_t>(plan.tokens)[c];
-    return x.slot_tokens(r, c);
+  __device__ __forceinline__ std::int32_t loc_of(u32 slot) const { return at<std::int32_t>(plan.locs)[slot]; }
+  __device__ __forceinline__ u32 slot_at(u32 p) const { return static_cast<u32>(static_cast<std::int32_t>(at<Lru>(plan.lru)[p])); }
+  __device__ __forceinline__ u32 home(std::int32_t t) const { return static_cast<u32>(t) * 2654435769u >> plan.shift; }
+  __device__ __forceinline__ std::int32_t selected(i64 b, u32 i) const { return x.block == 1 ? x.selection(b, i) : of_block(x, b, i); }
+  __device__ __forceinline__ u32 number_of(u32 o) const { return rank_of(words(plan.first), words(plan.first_before), o); }
+  __device__ __forceinline__ bool is_first(u32 o) const { return words(plan.first)[o >> 5] >> (o & 31u) & 1u; }
+  /// By the number of a miss: the LRU position that it takes. They lie where the keys were.
+  __device__ __forceinline__ u32* victims() const { return words(plan.key); }
+  /// What this CTA moves. They lie where the values were.
+  __device__ __forceinline__ Move* moves() const { return at<Move>(plan.value); }
+
+  __device__ __forceinline__ void padding(i64 b) const {
+#pragma unroll 1
+    for (u32 i = threadIdx.x; i < asked(); i += kThreads) x.out(b, i) = -1;
+    if (threadIdx.x == 0 && x.plan.src) x.plan.count(b) = 0;
   }
-  __device__ __forceinline__ std::int32_t slot_loc(u32 c) const {
-    if constexpr (kTables) return at<std::int32_t>(plan.locs)[c];
-    return x.slot_locs(r, c);
-  }
-  __device__ __forceinline__ std::int32_t selected(u32 i) const {
-    if (x.block == 1) return x.selection(b, i);
-    const i64 block = x.selection(b, i / static_cast<u32>(x.block)), token = block * x.block + i % static_cast<u32>(x.block);
-    return block < 0 || token > INT32_MAX ? -1 : static_cast<std::int32_t>(token);
-  }
-  /// Position of the j-th one that is mine, and whose and which one position p is.
-  __device__ __forceinline__ u32 position(u32 j) const { return ((j >> 5) * plan.slices.cluster + rank) * 32 + (j & 31u); }
-  __device__ __forceinline__ u32 slot_at(u32 p) const {
-    const u32 chunk = p >> 5, turn = chunk / plan.slices.cluster;
-    return *ptx::in_block(words(plan.slot) + turn * 32 + (p & 31u), chunk - turn * plan.slices.cluster);
+  /// The other CTAs are ready behind the wait.
+  __device__ __forceinline__ void nothing_to_move() const {
+    if (plan.cluster == 1) return;
+    cluster_wait();
+    if (threadIdx.x > 0 && threadIdx.x < plan.cluster) ptx::in_block(&s(), threadIdx.x)->moves = 0;
+    cluster_arrive();
   }
 
-  __device__ void padding() const {
-#pragma unroll 1
-    for (u32 i = threadIdx.x; i < mine(asked()); i += blockDim.x) x.out(b, occurrence(i)) = -1;
-    if (rank == 0 && threadIdx.x == 0 && x.plan.src) x.plan.count(b) = 0;
-  }
-
-  __device__ void row(i64 batch_row, i64 real) {
-    b = batch_row;
-    const u32 T = blockDim.x, warps = T / 32, warp = threadIdx.x / 32, H = hot(), K = asked(), positions = plan.my_words * 32;
-    clear();
-#pragma unroll 1
-    for (u32 w = threadIdx.x; w < plan.hot_words; w += T) words(plan.seen)[w] = words(plan.evictable)[w] = 0;
-    if (b >= real) {
-      padding();
-      return;
-    }
-    r = x.requests(b);
-    bool bad = r < 0 || r >= x.request_slots;
-    i64 seq = 0;
-    if (!bad) {
-      seq = x.seq_lens(b);
-#pragma unroll 1
-      for (i64 other = threadIdx.x; other < real; other += T) bad |= other != b && x.requests(other) == r;
-      if constexpr (kTables) {
-#pragma unroll 1
-        for (u32 c = threadIdx.x; c <= H; c += T) {
-          if (c < H) async_word(at<std::int32_t>(plan.tokens) + c, &x.slot_tokens(r, c));
-          async_word(at<std::int32_t>(plan.locs) + c, &x.slot_locs(r, c));
-        }
-      }
-#pragma unroll 1
-      for (u32 i = threadIdx.x; i < mine(K); i += T) {
-        token()[i] = selected(occurrence(i));
-        place()[i] = kEmpty;
-      }
-      __syncthreads();  // the set of slots is clear
-      if (seq > H)
-#pragma unroll 1
-        for (u32 j = threadIdx.x; j < positions; j += T) {
-          const u32 p = position(j);
-          if (p >= H) continue;
-          const i64 slot = x.lru(r, p);
-          if (slot < 0 || slot >= H) {
-            bad = true;
-            continue;
-          }
-          words(plan.slot)[j] = static_cast<u32>(slot);
-          const u32 bit = 1u << (slot & 31);
-          bad |= (atomicOr(words(plan.seen) + (slot >> 5), bit) & bit) != 0;
-        }
-      async_wait();
-#pragma unroll 1
-      for (u32 c = threadIdx.x; c <= H; c += T) {
-        const std::int32_t loc = slot_loc(c);
-        bad |= loc >= copy.device_rows || (loc < 0 && seq > H && c < H);
-      }
-    }
-    bad = any(bad);
-    // The lists of the CTAs must be one permutation: judged together, before anything is written.
-    if (threadIdx.x == 0) *words(plan.asks) = bad;
-    cluster_arrive();
-    cluster_wait();
-    u32 found = 0;
-#pragma unroll 1
-    for (u32 w = threadIdx.x; w < plan.hot_words && seq > H; w += T) {
-      u32 all = 0;
-#pragma unroll 1
-      for (u32 c = 0; c < plan.slices.cluster; ++c) all |= *ptx::in_block(words(plan.seen) + w, c);
-      const u32 whole = w * 32 + 32 <= H ? kFull : below(H & 31u);
-      found |= all ^ whole;
-    }
-    if (any(found != 0 || (threadIdx.x < plan.slices.cluster && *ptx::in_block(words(plan.asks), threadIdx.x) != 0))) {
-      padding();
-      return;
-    }
-    if (seq <= H) {  // short: slot t holds token t
-#pragma unroll 1
-      for (u32 i = threadIdx.x; i < mine(K); i += T) {
-        const u32 o = occurrence(i);
-        const std::int32_t t = token()[i];
-        x.out(b, o) = t >= 0 && t < seq && (x.block > 1 || o < seq) ? max(slot_loc(t), -1) : -1;
-      }
-      if (rank == 0 && threadIdx.x == 0 && x.plan.src) x.plan.count(b) = 0;
-      return;
-    }
-    const i64 newest = seq - 1;
-#pragma unroll 1
-    for (u32 i = threadIdx.x; i < mine(K); i += T) {
-      const std::int32_t t = token()[i];
-      if (t < 0 || t >= newest) continue;
-      i64 src = t < x.context ? x.host_locs(r, t) : -1;
-      if (src >= copy.host_rows) src = -1;
-      code()[i] = src < 0 ? kEmpty : static_cast<u32>(src);
-      const u32 p = home(t);
-      place()[i] = finish_insert(p, try_insert(p, occurrence(i)), t, occurrence(i));
-    }
-    cluster_arrive();
-    cluster_wait();
-#pragma unroll 1
-    for (u32 j = threadIdx.x; j < positions; j += T) {
-      const u32 p = position(j);
-      u32 asks = kEmpty;
-      if (p < H) {
-        const std::int32_t t = slot_token(words(plan.slot)[j]);
-        if (t >= 0) asks = find(t, [&](u32 resident, std::int32_t token) { return slot_token(slot_at(resident)) == token; });
-        if (asks != kEmpty) make_resident(asks, p);
-      }
-      words(plan.asks)[j] = asks;
-    }
-    cluster_arrive();
-    cluster_wait();
-#pragma unroll 1
-    for (u32 j = threadIdx.x; j < positions; j += T) {
-      const u32 p = position(j), asks = words(plan.asks)[j];
-      const bool hit = asks != kEmpty && *entry(asks) == (kResident | p);
-      const u32 word = __ballot_sync(kFull, p < H && !hit);
-      if (lane_id() < plan.slices.cluster && p >> 5 < plan.hot_words) *ptx::in_block(words(plan.evictable) + (p >> 5), lane_id()) = word;
-    }
-#pragma unroll 1
-    for (u32 i = threadIdx.x; i < plan.slices.slice; i += T) {
-      bool first = false;
-      if (i < mine(K) && place()[i] != kEmpty) {
-        const u32 value = *entry(place()[i]);
-        place()[i] = value;
-        first = value == occurrence(i) && code()[i] != kEmpty;
-      }
-      push_first(occurrence(i), first);
-    }
-    cluster_arrive();
-    cluster_wait();
-    if (warp == 0) rank_first();
-    if (warp == 1) rank_words(words(plan.evictable), words(plan.evictable_before), plan.hot_words);
-    __syncthreads();
-    const u32 misses = Slices::misses(), evictable = words(plan.evictable_before)[plan.hot_words], hits = H - evictable;
-    const auto victim = [&](u32 u) { return slot_at(select_bit(words(plan.evictable), words(plan.evictable_before), plan.hot_words, u)); };
-    const auto is_first = [&](u32 o) { return (words(plan.slices.first)[o >> 5] >> (o & 31u) & 1u) != 0; };
-    // Answers.
-#pragma unroll 1
-    for (u32 i = threadIdx.x; i < mine(K); i += T) {
-      const std::int32_t t = token()[i];
-      const u32 value = place()[i];
-      std::int32_t loc = -1;
-      if (t == newest)
-        loc = max(slot_loc(H), -1);
-      else if (value != kEmpty && (value & kResident))
-        loc = slot_loc(slot_at(value & ~kResident));
-      else if (value != kEmpty && is_first(value))
-        loc = slot_loc(victim(number_of(value)));
-      x.out(b, occurrence(i)) = loc;
-    }
-    // The order, the tables, the plan.
-    if (hits > 0 || misses > 0)
-#pragma unroll 1
-      for (u32 j = threadIdx.x; j < positions; j += T) {
-        const u32 p = position(j);
-        if (p >= H) continue;
-        const u32 before = rank_of(words(plan.evictable), words(plan.evictable_before), p);
-        const bool can = words(plan.evictable)[p >> 5] >> (p & 31u) & 1u;
-        const u32 place = !can ? evictable + (p - before) : before < misses ? evictable - misses + before : before - misses;
-        x.lru.store(r, place, words(plan.slot)[j]);
-      }
-#pragma unroll 1
-    for (u32 u = rank * T + threadIdx.x; u < misses; u += plan.slices.cluster * T) {
-      const u32 slot = victim(u), o = first_of(u);
-      x.slot_tokens(r, slot) = token_of(o);
-      if (x.plan.src) {
-        x.plan.src(b, u) = host_row_of(o);
-        x.plan.dst(b, u) = slot_loc(slot);
-      }
-    }
-    if (rank == 0 && threadIdx.x == 0 && x.plan.src) x.plan.count(b) = static_cast<std::int32_t>(misses);
-    ptx::let_next_start();
+  /// Rows of this CTA's list, a few at a time to whichever warp comes.
+  __device__ __forceinline__ void move() const {
     if (copy.skip) return;
-    const u32 all = plan.slices.cluster * warps, me = rank * warps + warp;
-    const u32 moves = misses > me ? (misses - me + all - 1) / all : 0;
+    const bool two = copy.pairs == 2;
+    const u32 work = s().moves << two;
 #pragma unroll 1
-    for (u32 k = 0; k < moves; k += 32) {
-      const u32 u = me + (k + lane_id()) * all, count = min(32u, moves - k);
-      const bool some = lane_id() < count;
-      const u32 src = some ? host_row_of(first_of(u)) : 0;
-      const std::int32_t dst = some ? slot_loc(victim(u)) : -1;
-      move_pool_rows(copy, src, dst, count);
+    for (;;) {
+      u32 first = 0;
+      if (lane_id() == 0) first = atomicAdd(&s().next, kTake);
+      first = __shfl_sync(kFull, first, 0);
+      if (first >= work) break;
+      const u32 count = min(kTake, work - first), w = first + min(lane_id(), count - 1);
+      const Move m = moves()[w >> two];
+      Way way{};
+      if (lane_id() < count) way = way_of(copy, two ? static_cast<int>(w & 1u) : 0, m.src, m.dst);
+      go_ways(copy.vec, copy.item, way, count);
     }
+  }
+
+  __device__ __forceinline__ void stage(i64 r) const {
+    constexpr u32 kLruBytes = sizeof(Lru);
+    if (plan.bulk) {
+      if (threadIdx.x == 0) {
+        ptx::barrier_expect(&s().staged, hot() * (8 + kLruBytes));
+        ptx::bulk_load(words(plan.lru), static_cast<const Lru*>(x.lru.data) + r * x.lru.s0, hot() * kLruBytes, &s().staged);
+        ptx::bulk_load(words(plan.tokens), &x.slot_tokens(r, 0), 4 * hot(), &s().staged);
+        ptx::bulk_load(words(plan.locs), &x.slot_locs(r, 0), 4 * hot(), &s().staged);
+      }
+      return;
+    }
+#pragma unroll 1
+    for (u32 c = threadIdx.x; c < hot(); c += kThreads) {
+      async_word(words(plan.tokens) + c, &x.slot_tokens(r, c));
+      async_word(words(plan.locs) + c, &x.slot_locs(r, c));
+      at<Lru>(plan.lru)[c] = static_cast<const Lru*>(x.lru.data)[r * x.lru.s0 + c * x.lru.s1];
+    }
+  }
+
+  /// Returns whether the tables have been asked for. The last phase of the cluster's barrier is arrived at and not waited for.
+  __device__ __forceinline__ bool lead(i64 b, i64 real, i64 r, i64 seq, i64 other) const {
+    const u32 H = hot(), K = asked(), warp = threadIdx.x / 32;
+    bool bad = r < 0 || r >= x.request_slots;
+    const bool staged = !bad, full = seq > H;
+    if (!bad) {
+      stage(r);
+      if (threadIdx.x == 32) async_word(&s().newest_loc, &x.slot_locs(r, H));
+    }
+#pragma unroll 1
+    for (i64 o = threadIdx.x; o < real; o += kThreads) {
+      bad |= o != b && other == r;
+      if (o + kThreads < real) other = load_wide(x.requests, o + kThreads, 0);
+    }
+    __syncthreads();                                                     // the hash table is clear
+    const u32 newest = static_cast<u32>(min(seq - 1, i64{0x80000000}));  // as no token is negative
+    const void* const host_row = static_cast<const i64*>(x.host_locs.data) + (staged ? r * x.host_locs.s0 : 0);
+    const u32 host_end = staged ? static_cast<u32>(min(x.context, i64{INT32_MAX})) : 0;
+    if (full)
+#pragma unroll 1
+      for (u32 i = threadIdx.x; i < K; i += kThreads) {
+        const std::int32_t t = token()[i];
+        u32 h = kEmpty;
+        if (static_cast<u32>(t) < newest) {
+          if (plan.early && static_cast<u32>(t) < host_end)
+            async_pair(at<u64>(plan.source) + i, &element<const i64>(host_row, plan.host_step, static_cast<u32>(t)));
+          h = home(t);
+#pragma unroll 1
+          for (u32 old; (old = atomicCAS(words(plan.key) + h, kEmpty, static_cast<u32>(t))) != kEmpty && old != static_cast<u32>(t);)
+            h = (h + 1) & plan.mask;
+          atomicMin(words(plan.value) + h, kFirst | i);
+        }
+        words(plan.place)[i] = h;
+      }
+    if (staged && plan.bulk) ptx::barrier_wait(&s().staged, parity);
+    async_wait();
+    __syncthreads();
+    bad |= staged && s().newest_loc >= copy.device_rows;
+    if (!full) {
+      if (staged)
+#pragma unroll 1
+        for (u32 c = threadIdx.x; c < H; c += kThreads) bad |= loc_of(c) >= copy.device_rows;
+      bad = __syncthreads_or(bad);
+      nothing_to_move();
+      if (bad) {
+        padding(b);
+        return staged;
+      }
+#pragma unroll 1
+      for (u32 i = threadIdx.x; i < K; i += kThreads) {
+        const std::int32_t t = token()[i];
+        x.out(b, i) = t >= 0 && t < seq && (x.block > 1 || i < seq) ? max(loc_of(t), -1) : -1;
+      }
+      if (threadIdx.x == 0 && x.plan.src) x.plan.count(b) = 0;
+      return staged;
+    }
+    // Every LRU position asks for the token of its slot.
+    if (staged) {
+      const u32 device_rows = static_cast<u32>(min(copy.device_rows, i64{INT32_MAX}));
+#pragma unroll 1
+      for (u32 p = threadIdx.x; p - lane_id() < H; p += kThreads) {
+        bool can = false;
+        if (p < H) {
+          const u32 slot = slot_at(p);
+          can = true;
+          if (slot >= H)
+            bad = true;
+          else {
+            const std::int32_t t = at<std::int32_t>(plan.tokens)[slot];
+            // The list is a permutation if no slot is named twice.
+            bad |= static_cast<u32>(loc_of(p)) >= device_rows || atomicExch(words(plan.position) + slot, p) != kEmpty;
+            u32 h = home(t), key = words(plan.key)[h];
+#pragma unroll 1
+            for (; key != static_cast<u32>(t) && key != kEmpty; key = words(plan.key)[h]) h = (h + 1) & plan.mask;
+            if (key != kEmpty) {
+              can = false;
+              const u32 old = atomicMin(words(plan.value) + h, p);
+              if (old < kFirst) {  // a damaged table: the older slot is the hit
+                const u32 loser = max(old, p);
+                atomicOr(words(plan.again) + (loser >> 5), 1u << (loser & 31u));
+              }
+            }
+          }
+        }
+        const u32 word = __ballot_sync(kFull, can);
+        if (lane_id() == 0) words(plan.evictable)[p >> 5] = word;
+      }
+    }
+    __syncthreads();
+    // Who misses first.
+#pragma unroll 1
+    for (u32 i = threadIdx.x; i - lane_id() < K; i += kThreads) {
+      bool first = false;
+      if (i < K) {
+        const u32 h = words(plan.place)[i];
+        if (h != kEmpty) {
+          const u32 value = words(plan.value)[h];
+          words(plan.place)[i] = value;
+          if (value == (kFirst | i)) {
+            const u32 t = static_cast<u32>(token()[i]);
+            if (t < host_end) {
+              u64& source = at<u64>(plan.source)[i];
+              if (!plan.early) source = static_cast<u64>(element<const i64>(host_row, plan.host_step, t));
+              first = source < static_cast<u64>(copy.host_rows);
+            }
+          }
+        }
+      }
+      const u32 word = __ballot_sync(kFull, first);
+      if (lane_id() == 0) words(plan.first)[i >> 5] = word;
+    }
+    bad = __syncthreads_or(bad);
+    if (bad) {
+      nothing_to_move();
+      padding(b);
+      return staged;
+    }
+    if (warp == 0) {
+      const u32 n = rank_sets(words(plan.first), nullptr, words(plan.first_before), plan.asked_words);
+      if (lane_id() == 0) s().misses = n;
+    } else if (warp == 1) {
+      const u32 n = rank_sets(words(plan.evictable), words(plan.again), words(plan.evictable_before), plan.hot_words);
+      if (lane_id() == 0) s().evictable = n;
+    }
+    __syncthreads();
+    const u32 misses = s().misses, evictable = s().evictable;
+    if (misses == 0)
+      nothing_to_move();
+    else {
+#pragma unroll 1
+      for (u32 w = warp; w < plan.hot_words; w += kWarps) {
+        const u32 before = words(plan.evictable_before)[w], word = words(plan.evictable)[w];
+        if (before >= misses) break;
+        const u32 u = before + __popc(word & below(lane_id()));
+        if ((word >> lane_id() & 1u) != 0 && u < misses) victims()[u] = w * 32 + lane_id();
+      }
+      if (plan.cluster > 1) cluster_wait();
+      __syncthreads();
+      if (threadIdx.x < plan.cluster)
+        ptx::in_block(&s(), threadIdx.x)->moves = (misses + plan.cluster - 1 - threadIdx.x) >> plan.cluster_bits;
+#pragma unroll 1
+      for (u32 i = threadIdx.x; i < K; i += kThreads) {
+        if (!is_first(i)) continue;
+        const u32 u = number_of(i), p = victims()[u];
+        words(plan.place)[i] = p;
+        *ptx::in_block(moves() + (u >> plan.cluster_bits), u & (plan.cluster - 1)) = {static_cast<u32>(at<u64>(plan.source)[i]),
+                                                                                      loc_of(slot_at(p))};
+      }
+      __syncthreads();
+      if (plan.cluster > 1) cluster_arrive();
+    }
+    ptx::let_next_start();
+    // The last warps move at once, as many as there are rows for; the others write first.
+    const u32 rows = ((misses + plan.cluster - 1) >> plan.cluster_bits) * static_cast<u32>(copy.pairs);
+    const u32 movers = copy.skip ? 0 : min(kWarps / 2, (rows + kTake - 1) / kTake), writers = kThreads - 32 * movers;
+    if (threadIdx.x >= writers) return staged;
+    const void* const out_row = &x.out(b, 0);
+#pragma unroll 1
+    for (u32 i = threadIdx.x; i < K; i += writers) {
+      const std::int32_t t = token()[i];
+      const bool first = is_first(i);
+      u32 p = words(plan.place)[i];
+      std::int32_t loc = -1;
+      if (p >= kFirst && p != kEmpty) p = is_first(p & ~kFirst) ? victims()[number_of(p & ~kFirst)] : kEmpty;
+      if (p != kEmpty) {
+        const u32 slot = slot_at(p);
+        loc = loc_of(slot);
+        if (first) {
+          const u32 u = number_of(i);
+          element<std::int32_t>(&x.slot_tokens(r, 0), plan.token_step, slot) = t;
+          if (x.plan.src) {
+            element<i64>(&x.plan.src(b, 0), plan.src_step, u) = static_cast<i64>(at<u64>(plan.source)[i]);
+            element<std::int32_t>(&x.plan.dst(b, 0), plan.dst_step, u) = loc;
+          }
+        }
+      } else if (t >= 0 && static_cast<u32>(t) == newest)
+        loc = max(s().newest_loc, -1);
+      element<std::int32_t>(out_row, plan.out_step, i) = loc;
+    }
+    const void* const lru_row = static_cast<const Lru*>(x.lru.data) + r * x.lru.s0;
+    if (evictable < H || misses > 0)
+#pragma unroll 1
+      for (u32 p = threadIdx.x; p < H; p += writers) {
+        const u32 word = words(plan.evictable)[p >> 5], before = words(plan.evictable_before)[p >> 5] + __popc(word & below(p & 31u));
+        const bool can = word >> (p & 31u) & 1u;
+        const u32 place = !can ? evictable + (p - before) : before < misses ? evictable - misses + before : before - misses;
+        element<Lru>(lru_row, plan.lru_step, place) = at<Lru>(plan.lru)[p];
+      }
+    if (threadIdx.x == 0 && x.plan.src) x.plan.count(b) = static_cast<std::int32_t>(misses);
+    return staged;
   }
 };
 
-template <bool kTables>
+template <class Lru>
 __global__ void __launch_bounds__(kThreads, 1) single_kernel(const __grid_constant__ SwapInSingleArgs x,
                                                              const __grid_constant__ CopyGeometry copy, const __grid_constant__ Plan plan) {
   extern __shared__ __align__(16) std::byte memory[];
+  Single<Lru> single{x, copy, plan, memory, ptx::cluster_rank(), 0};
+  if (threadIdx.x == 0) {
+    ptx::barrier_init(&single.s().staged, 1);
+    ptx::fence_barriers();
+  }
+  __syncthreads();
   ptx::wait_for_previous();
-  i64 real = x.batch;
-  if (x.num_real) real = min(max(static_cast<i64>(*x.num_real), i64{0}), x.batch);
-  Single<kTables> single{{plan.slices, memory, ptx::cluster_rank()}, x, copy, plan, 0, 0};
-  const u32 clusters = gridDim.x / plan.slices.cluster;
-  for (i64 b = blockIdx.x / plan.slices.cluster; b < x.batch; b += clusters) {
-    single.row(b, real);
-    cluster_leave();  // nobody reads what the next row will clear, or a CTA that is gone
+  const u32 clusters = gridDim.x >> plan.cluster_bits, K = single.asked();
+#pragma unroll 1
+  for (i64 b = blockIdx.x >> plan.cluster_bits; b < x.batch; b += clusters) {
+    if (single.rank == 0) {
+      // All that hangs on nothing is under way together.
+      const i64 r = load_wide(x.requests, b, 0), seq = load_wide(x.seq_lens, b, 0);
+      const i64 other = load_wide(x.requests, min(static_cast<i64>(threadIdx.x), x.batch - 1), 0);
+      const std::int32_t given = x.num_real != nullptr ? *x.num_real : INT32_MAX;
+      const u32 i0 = threadIdx.x, i1 = i0 + kThreads;
+      std::int32_t t0 = -1, t1 = -1;
+      if (K > 0) t0 = single.selected(b, min(i0, K - 1)), t1 = single.selected(b, min(i1, K - 1));
+        // The values lie behind the keys.
+#pragma unroll 1
+      for (u32 i = threadIdx.x; i < (plan.mask + 1) / 2; i += kThreads)
+        single.template at<uint4>(plan.key)[i] = {kEmpty, kEmpty, kEmpty, kEmpty};
+#pragma unroll 1
+      for (u32 i = threadIdx.x; i < single.hot(); i += kThreads) single.words(plan.position)[i] = kEmpty;
+#pragma unroll 1
+      for (u32 i = threadIdx.x; i < plan.hot_words; i += kThreads) single.words(plan.evictable)[i] = single.words(plan.again)[i] = 0;
+#pragma unroll 1
+      for (u32 i = threadIdx.x; i < plan.asked_words; i += kThreads) single.words(plan.first)[i] = 0;
+      if (threadIdx.x == 0) single.s().next = single.s().moves = 0;
+      if (i0 < K) single.token()[i0] = t0;
+      if (i1 < K) single.token()[i1] = t1;
+#pragma unroll 1
+      for (u32 i = i1 + kThreads; i < K; i += kThreads) single.token()[i] = single.selected(b, i);
+      const i64 real = min(max(static_cast<i64>(given), i64{0}), x.batch);
+      if (b >= real) {
+        single.padding(b);
+        continue;
+      }
+      if (plan.cluster > 1) cluster_arrive_quietly();
+      if (single.lead(b, real, r, seq, other)) single.parity ^= 1;
+    } else {
+      if (b >= (x.num_real != nullptr ? static_cast<i64>(*x.num_real) : x.batch)) break;
+      if (threadIdx.x == 0) single.s().next = 0;
+      cluster_arrive();
+      cluster_wait();
+      cluster_arrive();
+      cluster_wait();
+    }
+    single.move();
+    if (single.rank == 0 && plan.cluster > 1) cluster_wait();
+    __syncthreads();  // all are done with this memory
   }
 }
 
-Plan make_plan(const SwapInSingleArgs& x, const CopyGeometry& copy, u32 cluster, bool tables) {
+Plan make_plan(const SwapInSingleArgs& x, u32 cluster, u32 entries) {
   Plan p{};
   Carve take;
-  const u32 H = static_cast<u32>(x.hot);
-  p.slices = plan_slices(take, cluster, x.top_k, x.top_k, 1);
-  p.hot_words = (H + 31) / 32;
-  p.my_words = (p.hot_words + cluster - 1) / cluster;
-  p.seen = take(p.hot_words);
+  const u32 H = static_cast<u32>(x.hot), K = static_cast<u32>(x.top_k);
+  p.cluster = cluster;
+  while ((1u << p.cluster_bits) < cluster) ++p.cluster_bits;
+  p.hot_words = (H + 4095) / 4096 * 128;
+  p.asked_words = (K + 4095) / 4096 * 128;
+  u32 bits = 6;
+  while ((u64{1} << bits) < entries * static_cast<u64>(K)) ++bits;
+  p.shift = 32 - bits;
+  p.mask = (1u << bits) - 1;
+  p.early = x.batch <= 16;
+  const auto step = [](i64 s1, i64 bytes) { return static_cast<u32>(s1 * bytes); };
+  p.out_step = step(x.out.s1, 4), p.host_step = step(x.host_locs.s1, 8), p.token_step = step(x.slot_tokens.s1, 4);
+  p.lru_step = step(x.lru.s1, x.lru.bytes), p.src_step = step(x.plan.src.s1, 8), p.dst_step = step(x.plan.dst.s1, 4);
+  take(sizeof(Shared) / 4);
+  p.key = take(1u << bits);
+  p.value = take(1u << bits);
+  p.token = take(K);
+  p.source = take(2 * K);
+  p.place = take(K);
+  p.tokens = take(H);
+  p.locs = take(H);
+  p.lru = take((static_cast<u32>(x.lru.bytes) * H + 3) / 4);
+  p.position = take(H);
   p.evictable = take(p.hot_words);
-  p.evictable_before = take(p.hot_words + 1);
-  p.slot = take(p.my_words * 32);
-  p.asks = take(p.my_words * 32);
-  if (tables) {
-    p.tokens = take(H);
-    p.locs = take(H + 1);
-  }
+  p.evictable_before = take(p.hot_words);
+  p.again = take(p.hot_words);
+  p.first = take(p.asked_words);
+  p.first_before = take(p.asked_words);
   p.bytes = take.bytes;
+  const auto aligned = [](const void* p, i64 pitch) { return (reinterpret_cast<u64>(p) | static_cast<u64>(pitch)) % 16 == 0; };
+  p.bulk = specstate::cuda::device_info().major >= 9 && x.hot % 8 == 0 && x.slot_tokens.s1 == 1 && x.slot_locs.s1 == 1 && x.lru.s1 == 1 &&
+           aligned(x.slot_tokens.data, 4 * x.slot_tokens.s0) && aligned(x.slot_locs.data, 4 * x.slot_locs.s0) &&
+           aligned(x.lru.data, x.lru.bytes * x.lru.s0);
   return p;
+}
+/// Steps of rows fit into 32 bits of bytes; sizes into shared memory, whatever else.
+bool small(const SwapInSingleArgs& x) {
+  constexpr i64 most = INT32_MAX / 8;
+  for (const i64 step : {x.out.s1, x.host_locs.s1, x.slot_tokens.s1, x.lru.s1, x.plan.src.s1, x.plan.dst.s1})
+    if (step < 0 || step > most) return false;
+  return x.hot <= 32768 && x.top_k <= 32768;
 }
 
 }  // namespace
@@ -280,20 +468,24 @@ void run(const SwapInSingleArgs& x, Stream stream) {
   if (x.batch == 0) return;
   const CopyGeometry copy = geometry(x.copy);
   check_rows(x.op, copy);
+  // One SM asks the link for less than it can carry; a few batch rows do together.
+  u32 cluster = x.batch <= 2 ? 8 : x.batch <= 4 ? 4 : x.batch <= 8 ? 2 : 1;
+  while (x.sm_budget > 0 && cluster > x.sm_budget) cluster /= 2;
   const u32 most = static_cast<u32>(specstate::cuda::device_info().shared_bytes - 1024);
-  u32 cluster = cluster_for(x.batch, x.sm_budget);
-  Plan plan = make_plan(x, copy, cluster, true);
-  while (plan.bytes > most && cluster < 8) plan = make_plan(x, copy, cluster *= 2, true);
-  const bool tables = plan.bytes <= most;
-  if (!tables) plan = make_plan(x, copy, cluster, false);
-  if (plan.bytes > most) too_large(x.op, x.hot, x.top_k);
-  specstate::cuda::Launch shape;
-  shape.grid = clusters_for(x.batch, cluster, x.sm_budget) * cluster;
-  shape.block = kThreads;
-  shape.shared = plan.bytes;
-  shape.cluster = cluster;
-  shape.overlap = true;
-  specstate::cuda::launch(tables ? &single_kernel<true> : &single_kernel<false>, shape, stream, x, copy, plan);
+  for (const u32 entries : {4u, 2u}) {  // of the hash table, an asked token
+    if (!small(x)) break;
+    Plan plan = make_plan(x, cluster, entries);
+    if (plan.bytes > most) continue;
+    specstate::cuda::Launch shape;
+    shape.grid = clusters_for(x.batch, cluster, x.sm_budget) * cluster;
+    shape.block = kThreads;
+    shape.shared = plan.bytes;
+    shape.cluster = cluster;
+    shape.overlap = true;
+    specstate::cuda::launch(x.lru.bytes == 2 ? &single_kernel<std::int16_t> : &single_kernel<std::int32_t>, shape, stream, x, copy, plan);
+    return;
+  }
+  run_single_large(x, copy, stream);
 }
 
 }  // namespace specstate::hisparse::cuda

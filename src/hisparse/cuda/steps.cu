@@ -1,18 +1,20 @@
 // Rows and tables between two swaps: staging, the window of a verify, acceptance. Everything is read on the GPU, nothing on the host.
 //
-// Accepting is two launches. The first only moves rows: a warp a (position, layer), each row read once from the tail and stored to its host
-// row and, where the slot of the position's own number is free, to that slot. The second only writes tables, so that all warps of the first
-// decide by the same ones. Stores to the host do not wait for the link, so a row a warp at a time is enough.
+// Accepting is one launch and one cluster a request. A warp takes a (position, layer): it reads what the tables say, moves the row (read once
+// from the tail, stored to its host row and, where the slot of the position's own number is free, to that slot), and when all of the cluster
+// have read, the warps of the last layer of each group write its tables. What a launch costs is latencies of memory one after the other, so
+// all that hangs on the same is asked for together: ids and counts, then the length, then the tables, then the rows. Stores to the host do not wait for the link.
 #include <algorithm>
 
 #include "cuda/launch.hpp"
-#include "hisparse/cuda/rows.cuh"
+#include "hisparse/cuda/ways.cuh"
 #include "hisparse/life.hpp"
 
 namespace specstate::hisparse::cuda {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr int kAcceptThreads = 512;
 constexpr int kMostLayers = 64, kMostGroups = 64;  // of one launch
 
 // ------------------------------------------------------------------------------------------------------- rows by index
@@ -36,56 +38,48 @@ __global__ void __launch_bounds__(kThreads)
   const u64 warps = gridDim.x * kWarps, work = static_cast<u64>(x.count) * static_cast<u64>(layers.count);
   for (u64 start = (threadIdx.x / 32) * gridDim.x + blockIdx.x; start < work; start += 32 * warps) {
     const u64 w = start + lane_id() * warps;
-    const std::byte* from = nullptr;
-    std::byte* to = nullptr;
+    Way way{};
     if (w < work) {
       const u64 i = w / static_cast<u64>(layers.count);
       const Ends& e = layers.at[w - i * static_cast<u64>(layers.count)];
       const i64 src = load_wide(x.src, static_cast<i64>(i), 0), dst = load_wide(x.dst, static_cast<i64>(i), 0);
       if (src >= 0 && dst >= 0 && src < e.src_rows && dst < e.dst_rows) {
-        from = e.src + (layers.paged ? layout::paged_value_offset(src) : layout::linear_offset(src, e.src_pitch));
-        to = e.dst + (layers.paged ? layout::paged_value_offset(dst) : layout::linear_offset(dst, e.dst_pitch));
-        if (layers.paged) copy_scale(layers.vec, e.src + layout::paged_scale_offset(src), e.dst + layout::paged_scale_offset(dst));
+        way.from = e.src + (layers.paged ? layout::paged_value_offset(src) : layout::linear_offset(src, e.src_pitch));
+        way.to = e.dst + (layers.paged ? layout::paged_value_offset(dst) : layout::linear_offset(dst, e.dst_pitch));
+        if (layers.paged) way.scale = e.src + layout::paged_scale_offset(src), way.scale_to = e.dst + layout::paged_scale_offset(dst);
       }
     }
-    move_any(layers.vec, from, to, static_cast<u32>(min(u64{32}, (work - start + warps - 1) / warps)), static_cast<u32>(layers.item));
+    go_ways(layers.vec, layers.item, way, static_cast<u32>(min(u64{32}, (work - start + warps - 1) / warps)));
   }
 }
 
 // -------------------------------------------------------------------------------------------------------------- windows
 
-/// One batch row, judged as far as it can be without the tables: does it take part, and with what.
+/// One batch row, judged as far as it can be without the tables: does it take part, and with what. Positions have 32 bits.
 struct Row {
-  i64 r, length, width, taken;
+  i64 r;
+  u32 length, width, taken;
   bool valid;
 };
 /// Of whole warps: a request that stands twice in the batch is looked for by all lanes.
 __device__ __forceinline__ Row row_of(const WindowArgs& x, i64 b) {
-  Row row{0, 0, 0, 0, false};
-  i64 real = x.batch;
-  if (x.num_real) real = min(max(static_cast<i64>(*x.num_real), i64{0}), x.batch);
-  if (b >= real) return row;
-  row.r = load_wide(x.requests, b, 0);
-  if (row.r < 0 || row.r >= x.request_slots) return row;
-  bool twice = false;
-  for (i64 other = lane_id(); other < real; other += 32) twice |= other != b && load_wide(x.requests, other, 0) == row.r;
-  if (__any_sync(kFull, twice)) return row;
-  row.length = x.lengths(row.r);
-  row.width = load_wide(x.widths, b, 0);
-  row.taken = x.accepted.data ? load_wide(x.accepted, b, 0) : 0;
-  row.valid = row.length >= 0 && row.length <= x.context && row.width >= 0 && row.width <= min(x.tail, x.context - row.length) &&
-              row.taken >= 0 && row.taken <= row.width;
-  return row;
+  const i64 r = load_wide(x.requests, b, 0), width = load_wide(x.widths, b, 0), taken = x.accepted.data ? load_wide(x.accepted, b, 0) : 0;
+  const i64 first = lane_id() < x.batch ? load_wide(x.requests, lane_id(), 0) : -1;
+  const i64 real = x.num_real ? min(max(static_cast<i64>(*x.num_real), i64{0}), x.batch) : x.batch;
+  const bool inside = b < real && r >= 0 && r < x.request_slots;
+  const i64 length = inside ? x.lengths(r) : -1;
+  bool twice = lane_id() < real && lane_id() != b && first == r;
+#pragma unroll 1
+  for (i64 other = 32 + lane_id(); other < real; other += 32) twice |= other != b && load_wide(x.requests, other, 0) == r;
+  twice = __any_sync(kFull, twice);
+  const bool valid = !twice && length >= 0 && length <= x.context && width >= 0 && width <= min(x.tail, x.context - length) && taken >= 0 &&
+                     taken <= width;
+  return {r, static_cast<u32>(length), static_cast<u32>(width), static_cast<u32>(taken), valid};
 }
-__device__ __forceinline__ i64 tail_column(const WindowArgs& x, i64 p) { return x.hot + p % x.tail; }
+__device__ __forceinline__ i64 tail_column(const WindowArgs& x, u32 p) { return x.hot + p % static_cast<u32>(x.tail); }
 /// Is the slot of the position's own number free?
 __device__ __forceinline__ bool moves(const WindowArgs& x, const WindowTables& g, i64 r, i64 p) {
   return p < x.hot && g.slot_locs(r, p) >= 0 && g.slot_locs(r, p) < x.device_rows && g.slot_tokens(r, p) < 0;
-}
-/// A position whose reserved row or tail row is not there is left alone, in both launches.
-__device__ __forceinline__ bool can_stand(const WindowArgs& x, const WindowTables& g, i64 r, i64 p, i64 reserved) {
-  const i64 tail = g.slot_locs(r, tail_column(x, p));
-  return reserved >= 0 && reserved < x.host_rows && tail >= 0 && tail < x.device_rows;
 }
 
 struct BackupLayer {
@@ -103,6 +97,19 @@ struct BackupLayers {
   WindowTables groups[kMostLayers];  // those of the layers
   i64 count;
   bool paged;
+};
+/// What one launch accepts. All that a warp needs of its layer stands together.
+struct AcceptLayer {
+  WindowTables tables;
+  PairGeometry pair[2];
+  i64 item;
+  std::int32_t pairs, vec;  // no pairs: a group without layers
+  bool last, hosts;         // of its group: changes its tables; and, of the first group, the table of host rows
+};
+struct Accepts {
+  AcceptLayer layer[kMostLayers];
+  u32 layers, cluster;
+  bool paged, last;  // of the launches
 };
 
 template <class T>
@@ -128,60 +135,113 @@ __device__ __forceinline__ std::byte* scale_at(const std::byte* base, i64 row) {
   return const_cast<std::byte*>(base) + layout::paged_scale_offset(row);
 }
 
-/// Block (x, y): batch row x; its warps and those of the other y share the (position, layer) pairs.
-__global__ void __launch_bounds__(kThreads)
-    backup_kernel(const __grid_constant__ WindowArgs x, const __grid_constant__ BackupLayers layers) {
-  ptx::wait_for_previous();
-  const Row row = row_of(x, blockIdx.x);
-  if (!row.valid) return;
-  const i64 warps = gridDim.y * kWarps;
-  for (i64 w = blockIdx.y * kWarps + threadIdx.x / 32; w < row.taken * layers.count; w += warps) {
-    const i64 p = row.length + w / layers.count, host = x.reserved_row(row.r, p);
-    const BackupLayer& l = layers.at[w % layers.count];
-    const WindowTables& g = layers.groups[l.group];
-    if (!can_stand(x, g, row.r, p, host)) continue;
-    const i64 tail = g.slot_locs(row.r, tail_column(x, p)), slot = moves(x, g, row.r, p) ? g.slot_locs(row.r, p) : -1;
-    for (int i = 0; i < l.pairs; ++i) {
-      const PairGeometry& pool = l.pair[i];
-      copy_twice(l.vec, value_at(pool.device, pool.device_pitch, layers.paged, tail),
-                 value_at(pool.host, pool.host_pitch, layers.paged, host),
-                 slot < 0 ? nullptr : value_at(pool.device, pool.device_pitch, layers.paged, slot), l.item);
-      if (layers.paged)
-        copy_twice<std::uint8_t>(scale_at(pool.device, tail), scale_at(pool.host, host), slot < 0 ? nullptr : scale_at(pool.device, slot),
-                                 layout::kScaleBytes);
-    }
+/// One row from the GPU to the host and perhaps (null: not) to a second place on the GPU. A warp; pieces are aligned to the lines of the first
+/// destination, since that is over the link.
+template <class T>
+__device__ __forceinline__ void back_up(const std::byte* from, std::byte* first, std::byte* second, u32 bytes) {
+  constexpr u32 kSteps = sizeof(T) == 16 ? 2 : 4;
+  const u32 skip = sizeof(T) > 1 ? static_cast<u32>(reinterpret_cast<u64>(first) / sizeof(T)) & (128 / sizeof(T) - 1) : 0;
+  const u32 pieces = bytes / static_cast<u32>(sizeof(T));
+#pragma unroll 1
+  for (u32 j = lane_id() - skip; static_cast<std::int32_t>(j - lane_id()) < static_cast<std::int32_t>(pieces); j += 32 * kSteps) {
+    T piece[kSteps];
+#pragma unroll
+    for (u32 q = 0; q < kSteps; ++q) piece[q] = reinterpret_cast<const T*>(from)[j + 32 * q < pieces ? j + 32 * q : 0];
+#pragma unroll
+    for (u32 q = 0; q < kSteps; ++q)
+      if (j + 32 * q < pieces) {
+        reinterpret_cast<T*>(first)[j + 32 * q] = piece[q];
+        if (second != nullptr) reinterpret_cast<T*>(second)[j + 32 * q] = piece[q];
+      }
   }
 }
+__device__ __forceinline__ void back_up(int vec, const std::byte* from, std::byte* first, std::byte* second, u32 bytes) {
+  if (vec == 16)
+    back_up<uint4>(from, first, second, bytes);
+  else if (vec >= 4)
+    back_up<u32>(from, first, second, bytes);
+  else
+    back_up<std::uint8_t>(from, first, second, bytes);
+}
 
-/// One block a batch row: tail columns, hot slots, host rows, lengths.
-__global__ void __launch_bounds__(kThreads) window_kernel(const __grid_constant__ WindowArgs x, const __grid_constant__ Groups groups) {
+__global__ void __launch_bounds__(kAcceptThreads) accept_kernel(const __grid_constant__ WindowArgs x, const __grid_constant__ Accepts all) {
+  const u32 b = blockIdx.x / all.cluster, rank = blockIdx.x - b * all.cluster, warps = all.cluster * kAcceptThreads / 32;
+  u32 w = threadIdx.x / 32 * all.cluster + rank;
+  ptx::wait_for_previous();
+  const Row row = row_of(x, b);
+  if (!row.valid) return;  // the same in all blocks of the cluster
+  const u32 work = row.taken * all.layers;
+  // A group's last layer comes last of those of a position, so in no earlier round.
+#pragma unroll 1
+  for (u32 round = 0; round < work; round += warps, w += warps) {
+    const u32 j = w / all.layers, p = row.length + j;
+    const AcceptLayer& l = all.layer[w - j * all.layers];
+    const WindowTables& t = l.tables;
+    const i64 r = row.r, column = tail_column(x, p);
+    bool stands = false, promote = false;
+    std::int32_t tail = -1, there = -1, clock = 0;
+    i64 host = -1;
+    if (w < work) {
+      const bool low = p < x.hot;
+      const u32 page = static_cast<u32>(min(x.page, i64{INT32_MAX})), entry = p / page;
+      const i64 reserved = load_wide(x.reserved, r, entry), own = low ? p : 0;
+      const std::int32_t held = t.slot_tokens(r, own);
+      tail = t.slot_locs(r, column), there = t.slot_locs(r, own), clock = t.clock(r);
+      if (reserved >= 0) host = reserved * x.page + (p - entry * page);
+      stands = host >= 0 && host < x.host_rows && tail >= 0 && tail < x.device_rows;
+      promote = stands && low && there >= 0 && there < x.device_rows && held < 0;
+    }
+    cluster_arrive_quietly();
+    if (stands)
+#pragma unroll 1
+      for (int i = 0; i < l.pairs; ++i) {
+        const PairGeometry& pool = l.pair[i];
+        const std::byte* const from = value_at(pool.device, pool.device_pitch, all.paged, tail);
+        std::byte *const to = value_at(pool.host, pool.host_pitch, all.paged, host), *const also =
+                                                                                         promote ? value_at(pool.device, pool.device_pitch,
+                                                                                                            all.paged, there)
+                                                                                                 : nullptr;
+        if (all.paged && lane_id() < layout::kScaleBytes) {
+          const std::byte scale = scale_at(pool.device, tail)[lane_id()];
+          scale_at(pool.host, host)[lane_id()] = scale;
+          if (promote) scale_at(pool.device, there)[lane_id()] = scale;
+        }
+        back_up(l.vec, from, to, also, static_cast<u32>(l.item));
+      }
+    cluster_wait();  // all have read the tables, and the length
+    if (w >= work || !l.last || lane_id() != 0) continue;
+    if (promote) {
+      t.slot_tokens(r, p) = static_cast<std::int32_t>(p);
+      t.stamps(r, p) = layout::hit_stamp(clock);
+      t.hints.store(r, p, p);
+    }
+    if (!stands || promote) t.slot_tokens(r, column) = -1;
+    if (stands && l.hosts) x.host_locs.store(r, p, host);
+  }
+  // What does not stand leaves the tail.
+  const u32 others = (row.width - row.taken) * all.layers;
+  for (u32 i = rank * kAcceptThreads + threadIdx.x; i < others; i += all.cluster * kAcceptThreads) {
+    const u32 j = i / all.layers;
+    const AcceptLayer& l = all.layer[i - j * all.layers];
+    if (l.last) l.tables.slot_tokens(row.r, tail_column(x, row.length + row.taken + j)) = -1;
+  }
+  if (all.last && row.taken > 0 && rank == 0 && threadIdx.x == 0) x.lengths(row.r) = static_cast<std::int32_t>(row.length + row.taken);
+}
+
+/// One block a batch row: opens its window in the tail columns of all groups.
+__global__ void __launch_bounds__(kThreads) open_kernel(const __grid_constant__ WindowArgs x, const __grid_constant__ Groups groups) {
   ptx::wait_for_previous();
   const i64 b = blockIdx.x;
   const Row row = row_of(x, b);
-  const bool accepts = x.accepted.data != nullptr;
   if (x.locs && groups.first)
     for (i64 j = threadIdx.x; j < x.locs_width; j += kThreads)
-      x.locs(b, j) = row.valid && j < row.width ? groups.at[0].slot_locs(row.r, tail_column(x, row.length + j)) : -1;
+      x.locs(b, j) = row.valid && j < row.width ? groups.at[0].slot_locs(row.r, tail_column(x, row.length + static_cast<u32>(j))) : -1;
   if (!row.valid) return;
-  for (i64 w = threadIdx.x; w < row.width * groups.count; w += kThreads) {
-    const i64 p = row.length + w / groups.count, column = tail_column(x, p);
-    const WindowTables& g = groups.at[w % groups.count];
-    if (!accepts) {
-      g.slot_tokens(row.r, column) = static_cast<std::int32_t>(p);
-      continue;
-    }
-    const i64 host = p < row.length + row.taken ? x.reserved_row(row.r, p) : -1;
-    const bool stands = can_stand(x, g, row.r, p, host), promote = stands && moves(x, g, row.r, p);
-    if (promote) {
-      g.slot_tokens(row.r, p) = static_cast<std::int32_t>(p);
-      g.stamps(row.r, p) = layout::hit_stamp(g.clock(row.r));
-      g.hints.store(row.r, p, p);
-    }
-    if (!stands || promote) g.slot_tokens(row.r, column) = -1;
-    if (stands && groups.first && w % groups.count == 0) x.host_locs.store(row.r, p, host);
+  const u32 count = static_cast<u32>(groups.count);
+  for (u32 w = threadIdx.x; w < row.width * count; w += kThreads) {
+    const u32 j = w / count, p = row.length + j;
+    groups.at[w - j * count].slot_tokens(row.r, tail_column(x, p)) = static_cast<std::int32_t>(p);
   }
-  __syncthreads();  // everybody has read the length
-  if (accepts && groups.last && threadIdx.x == 0) x.lengths(row.r) = static_cast<std::int32_t>(row.length + row.taken);
 }
 
 // ----------------------------------------------------------------------------------- the life of a request (life.hpp)
@@ -272,10 +332,13 @@ __global__ void __launch_bounds__(kThreads)
       const i64 slot = mine < last && host >= 0 && host < x.host_rows && moves(x, g, r, mine) ? g.slot_locs(r, mine) : -1;
       for (int i = 0; i < layer.pairs; ++i) {
         const PairGeometry& pool = layer.pair[i];
-        const std::byte* const from = slot < 0 ? nullptr : value_at(pool.host, pool.host_pitch, layers.paged, host);
-        std::byte* const to = slot < 0 ? nullptr : value_at(pool.device, pool.device_pitch, layers.paged, slot);
-        if (slot >= 0 && layers.paged) copy_scale(layer.vec, scale_at(pool.host, host), scale_at(pool.device, slot));
-        move_any(layer.vec, from, to, static_cast<u32>(min(i64{32}, last - p)), static_cast<u32>(layer.item));
+        Way way{};
+        if (slot >= 0) {
+          way.from = value_at(pool.host, pool.host_pitch, layers.paged, host);
+          way.to = value_at(pool.device, pool.device_pitch, layers.paged, slot);
+          if (layers.paged) way.scale = scale_at(pool.host, host), way.scale_to = scale_at(pool.device, slot);
+        }
+        go_ways(layer.vec, layer.item, way, static_cast<u32>(min(i64{32}, last - p)));
       }
     }
   }
@@ -375,14 +438,40 @@ void run(const CopyRowsArgs& x, const std::vector<CopyRowsLayer>& all, Stream st
 
 void run(const WindowArgs& x, const std::vector<WindowTables>& groups, const std::vector<WindowLayer>& all, Stream stream) {
   if (x.batch == 0) return;
-  const unsigned batch = specstate::cuda::blocks_for(x.batch, 1);
-  if (x.accepted.data)
-    by_layers(groups, all, [&](const BackupLayers& layers) {
-      const i64 rows = layers.count * std::min<i64>(x.tail, 8);  // of a window as it mostly is; a warp takes more if there are more
-      const dim3 grid(batch, static_cast<unsigned>(std::clamp<i64>(rows / (2 * kWarps), 1, 16)));
-      specstate::cuda::launch(&backup_kernel, after_previous(grid), stream, x, layers);
+  if (!x.accepted.data) {
+    by_groups(groups, [&](const Groups& some) {
+      specstate::cuda::launch(&open_kernel, after_previous(specstate::cuda::blocks_for(x.batch, 1)), stream, x, some);
     });
-  by_groups(groups, [&](const Groups& some) { specstate::cuda::launch(&window_kernel, after_previous(batch), stream, x, some); });
+    return;
+  }
+  std::vector<std::vector<const WindowLayer*>> of(groups.size());
+  for (const WindowLayer& l : all) of[static_cast<std::size_t>(l.group)].push_back(&l);
+  Accepts now{};
+  now.paged = !all.empty() && all[0].copy.paged;
+  const auto go = [&](bool last) {
+    now.last = last;
+    specstate::cuda::Launch shape;
+    // A warp a row of windows as they mostly are; it takes more where there are more.
+    const i64 rows = now.layers * std::min<i64>(x.tail, 4);
+    shape.cluster = now.cluster = static_cast<u32>(std::clamp<i64>(rows * 32 / kAcceptThreads, 1, 8));
+    shape.grid = specstate::cuda::blocks_for(x.batch * shape.cluster, 1);
+    shape.block = kAcceptThreads;
+    shape.overlap = true;
+    specstate::cuda::launch(&accept_kernel, shape, stream, x, now);
+    now.layers = 0;
+  };
+  for (std::size_t g = 0; g < groups.size(); ++g)
+    for (std::size_t l = 0, n = std::max<std::size_t>(of[g].size(), 1); l < n; ++l) {
+      if (now.layers == kMostLayers) go(false);
+      AcceptLayer& to = now.layer[now.layers++] = {};
+      to.tables = groups[g];
+      to.last = l + 1 == n;
+      to.hosts = to.last && g == 0;
+      if (of[g].empty()) continue;
+      const CopyGeometry from = geometry(of[g][l]->copy);
+      to.pair[0] = from.pair[0], to.pair[1] = from.pair[1], to.item = from.item, to.pairs = from.pairs, to.vec = from.vec;
+    }
+  go(true);
 }
 
 void put(std::int32_t* to, std::span<const std::int32_t> values, Stream stream) {
