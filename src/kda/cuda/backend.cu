@@ -130,19 +130,11 @@ HeadsCall heads_call(const VerifyCall& a) {
   return c;
 }
 
-/// May bulk copies move a fold's rows? See fold_stream_kernel.
-bool streams(const FoldCall& a) {
-  const auto rows = [](const Array& x) {
-    Array y = x;
-    note(y, {0, 1, 2}, 4, 16);
-    return y.vec && x.stride[3] == 128;
-  };
-  Array beta = a.ring_beta, state = a.state;
-  note(beta, {0, 1, 2}, 3, 16);
-  state.stride[4] = 1;
-  note(state, {0, 1}, 4, 16);
-  return a.K == 128 && a.V == 128 && !a.scalar_gate && a.rawv.bf16 && state.vec && beta.vec && a.L % 4 == 0 && rows(a.rawk) &&
-         rows(a.rawv) && rows(a.ring_g);
+/// Does fold_rows_kernel take it? `a` has its rings noted.
+bool in_rows(const FoldCall& a) {
+  const auto rows = [](const Array& x) { return x.vec && x.stride[3] == 128; };
+  return a.K == 128 && a.V == 128 && !a.scalar_gate && a.rawk.bf16 && a.rawv.bf16 && !a.ring_g.bf16 && !a.ring_beta.bf16 && rows(a.rawk) &&
+         rows(a.rawv) && rows(a.ring_g) && a.ring_beta.stride[3] == 1 && std::max(a.N, a.layers) < 65536;
 }
 
 /// CTAs for so many heads of `parts` CTAs each: as many as the GPU holds at once, `each` a multiprocessor.
@@ -152,19 +144,28 @@ std::int64_t resident(std::int64_t heads, int parts, const launching::DeviceInfo
 
 unsigned blocks(std::int64_t n) { return launching::blocks_for(n, 1); }
 
+FoldRowsCall rows_call(const FoldCall& a) {
+  const auto place = [](const Array& x) {
+    const std::int64_t size = x.bf16 ? 2 : 4;
+    return FoldRowsCall::Place{static_cast<char*>(x.data), x.stride[0] * size, x.stride[1] * size, x.stride[2] * size};
+  };
+  FoldRowsCall c = {};
+  c.state = place(a.state), c.rawk = place(a.rawk), c.rawv = place(a.rawv), c.g = place(a.ring_g), c.beta = place(a.ring_beta);
+  c.slots = a.slots, c.accept = a.accept, c.track = a.track, c.track_step = a.track_step, c.cu = a.cu, c.pending = a.pending;
+  c.null_slot = std::max<std::int64_t>(a.null_slot, -1), c.pool = std::min<std::int64_t>(a.pool, std::int64_t{1} << 32), c.L = a.L;
+  c.group = static_cast<unsigned>(a.HV / a.H), c.l2norm = a.l2norm;
+  return c;
+}
+
 void launch_fold(FoldCall a, Stream stream) {
   note_rings(a.rawv, a.rawk, a.ring_g, a.scalar_gate, true);
   Form f = {a.rawv.bf16, a.state.bf16, static_cast<int>(a.K), static_cast<int>(a.V / kRowUnit), false};
   const std::int64_t items = a.layers * a.N * a.HV;
   const launching::DeviceInfo& device = launching::device_info();
-  if (device.major >= 9 && fold_stream_bytes(f.state_bf16) <= static_cast<std::size_t>(device.shared_bytes) &&
-      items > device.multiprocessors && !forced().rows && streams(a)) {
-    launching::launch(fold_stream(f),
-                      {.grid = blocks(std::min<std::int64_t>(items, device.multiprocessors)),
-                       .block = kStreamThreads,
-                       .shared = fold_stream_bytes(f.state_bf16),
-                       .overlap = forced().overlap},
-                      stream, a, 1);
+  if (in_rows(a) && !forced().rows) {
+    const int rows = items <= device.multiprocessors ? 2 : 4;  // few heads: in smaller parts
+    const dim3 grid(blocks(a.HV * 128 / (kRowUnit * rows)), static_cast<unsigned>(a.N), static_cast<unsigned>(a.layers));
+    launching::launch(fold_rows(f.state_bf16, rows), {.grid = grid, .block = kThreads, .overlap = forced().overlap}, stream, rows_call(a));
     return;
   }
   while (f.rows > 2 && items * (a.V / kRowUnit / f.rows) * 2 <= device.multiprocessors) f.rows /= 2;

@@ -87,8 +87,21 @@ VerifyKernel verify_bf16(const Form& form);   // any strides, trees
 VerifyKernel verify_float(const Form& form);
 VerifyKernel verify_tree(const Form& form);  // trees from a frozen state: a CTA a head; float32 states
 FoldKernel fold_form(const Form& form);
-FoldKernel fold_stream(const Form& form);  // K = V = 128, bfloat16 rings
-std::size_t fold_stream_bytes(bool state_bf16);
+/// What fold_rows_kernel needs of a FoldCall, and no more: parameters are cold at every launch. Strides in bytes.
+struct FoldRowsCall {
+  struct Place {
+    char* base;
+    std::int64_t layer, slot, head;
+  } state, rawk, rawv, g, beta;
+  Index slots, accept, track, track_step, cu;
+  Pending pending;
+  std::int64_t null_slot, pool, L;  // null_slot: -1 at least
+  unsigned group;                   // value heads of a key head
+  bool l2norm;
+};
+using FoldRowsKernel = void (*)(FoldRowsCall);
+/// K = V = 128, bfloat16 rings in quads; 2 or 4 rows of a lane.
+FoldRowsKernel fold_rows(bool state_bf16, int rows);
 
 /// No request: out is zeros.
 void clear(const VerifyCall& a, Stream stream);

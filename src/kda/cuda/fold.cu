@@ -18,7 +18,9 @@ FoldKernel fold_form(const Form& f) {
   return f.K == 128 ? of_rows<float, 128>(f.rows) : of_rows<float, 64>(f.rows);
 }
 
-FoldKernel fold_stream(const Form& f) { return f.state_bf16 ? fold_stream_kernel<bfloat16> : fold_stream_kernel<float>; }
-std::size_t fold_stream_bytes(bool state_bf16) { return state_bf16 ? sizeof(StreamShared<bfloat16>) : sizeof(StreamShared<float>); }
+FoldRowsKernel fold_rows(bool state_bf16, int rows) {
+  if (state_bf16) return rows == 2 ? fold_rows_kernel<bfloat16, 2> : fold_rows_kernel<bfloat16, 4>;
+  return rows == 2 ? fold_rows_kernel<float, 2> : fold_rows_kernel<float, 4>;
+}
 
 }  // namespace specstate::kda::cuda

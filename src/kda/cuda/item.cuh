@@ -25,7 +25,7 @@ struct Coming {
 /// kEarly: before the kernels before this one are done. Such a value may be overtaken, so it must not stay in L1.
 template <bool kEarly>
 __device__ __forceinline__ Coming ask(const Index& a, std::int64_t i) {
-  const int* const p = static_cast<const int*>(a.data) + (a.wide ? 2 : 1) * (i * a.stride[0]);
+  const int* const p = static_cast<const int*>(a.data) + (i * a.stride[0] << (a.wide ? 1 : 0));
   Coming c = {0, 0};
   if (a) c.low = kEarly ? __ldcg(p) : *p;
   if (a && a.wide) c.high = kEarly ? __ldcg(p + 1) : p[1];

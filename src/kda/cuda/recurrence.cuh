@@ -189,8 +189,9 @@ __device__ __forceinline__ void load_rows(Rows<K, R>& x, const S* shared, int la
     const S* row = shared + (group_row<R>() + (i ^ row_of<R>(l))) * K;
 #pragma unroll
     for (int j = 0; j < K / 64; ++j) {
+      const Quad<S> q = *reinterpret_cast<const Quad<S>*>(row + 64 * j + 4 * l);  // as a whole
       float y[4];
-      unpack(*reinterpret_cast<const Quad<S>*>(row + 64 * j + 4 * l), y);
+      unpack(q, y);
 #pragma unroll
       for (int e = 0; e < 4; ++e) x.s[i][4 * j + e] = y[e];
     }
