@@ -100,7 +100,8 @@ template <class S, int R>
 __global__ void __launch_bounds__(kThreads, R == 4 ? 3 : 4) fold_rows_kernel(const __grid_constant__ FoldRowsCall a) {
   constexpr int K = 128, kRows = kRowUnit * R, kParts = 128 / kRows;
   constexpr bool kRound = sizeof(S) == 2;
-  __shared__ __align__(16) float keys[kFoldBlock][K], decays[kFoldBlock][K], values[kFoldBlock][kRows], betas[kFoldBlock], factors[kFoldBlock];
+  __shared__ __align__(16) float keys[kFoldBlock][K], decays[kFoldBlock][K], values[kFoldBlock][kRows], betas[kFoldBlock],
+      factors[kFoldBlock];
   const int warp = warp_of_block(), lane = static_cast<int>(threadIdx.x) % 32, d = lane * 4;
   const unsigned hv = blockIdx.x / kParts, v0 = blockIdx.x % kParts * kRows, h = hv / a.group, request = blockIdx.y, layer = blockIdx.z;
   // of slot 0; a slot's are that many slot strides further
@@ -109,7 +110,7 @@ __global__ void __launch_bounds__(kThreads, R == 4 ? 3 : 4) fold_rows_kernel(con
   };
   char* const states = place_of(a.state, hv, v0 * (K * sizeof(S)));
   const char *const rawk = place_of(a.rawk, h, d * 2), *const rawv = place_of(a.rawv, hv, (v0 + d) * 2),
-             *const ring_g = place_of(a.g, hv, d * 4), *const ring_beta = place_of(a.beta, hv, 0);
+                    *const ring_g = place_of(a.g, hv, d * 4), *const ring_beta = place_of(a.beta, hv, 0);
   wait_for_predecessor();
   const Coming slot_of = ask<false>(a.slots, request), accept_of = ask<false>(a.accept, request), track_of = ask<false>(a.track, request),
                step_of = ask<false>(a.track_step, request);
