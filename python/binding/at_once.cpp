@@ -123,7 +123,7 @@ class Arguments {
     const auto bytes = static_cast<std::size_t>(t.ndim) * sizeof(std::int64_t);
     if (bytes > 0) t.shape = static_cast<std::int64_t*>(std::memcpy(tensor.sizes, t.shape, bytes));
     if (bytes > 0 && t.strides != nullptr) t.strides = static_cast<std::int64_t*>(std::memcpy(tensor.strides, t.strides, bytes));
-    if (gpu_ == nullptr && t.device.device_type != kDLCPU) gpu_ = &t, gpu_api_ = &api;
+    if (gpu_ == nullptr && t.device.device_type == kDLCUDA) gpu_ = &t, gpu_api_ = &api;
     value.type_index = kTVMFFIDLTensorPtr;
     value.v_ptr = &t;
     return true;
@@ -134,8 +134,8 @@ class Arguments {
   std::int32_t count_ = 0, num_tensors_ = 0;
   const void* last_type_ = nullptr;
   const DLPackExchangeAPI* last_api_ = nullptr;
-  const DLTensor* gpu_ =
-      nullptr;  // the first tensor that is not in the CPU's memory, and its framework: whose current stream is the call's
+  // The first tensor on a GPU, and its framework: whose current stream is the call's.
+  const DLTensor* gpu_ = nullptr;
   const DLPackExchangeAPI* gpu_api_ = nullptr;
 };
 
