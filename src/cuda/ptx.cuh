@@ -79,6 +79,11 @@ __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+/// This thread arrives at `barrier` (as one of its arrivals) when all its copies so far have come: it waits for none of them. (sm_80)
+__device__ __forceinline__ void copy_async_arrive(std::uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared(barrier)) : "memory");
+}
+
 /// The barrier of `threads` threads of the block that all name the same `id`, 1 to 15 (0 is __syncthreads').
 __device__ __forceinline__ void barrier_of(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
@@ -189,6 +194,10 @@ __device__ __forceinline__ void cluster_sync() {
 /// The two halves of a cluster_sync(): what must be reached by all before anybody passes the wait costs nothing if there is work between.
 __device__ __forceinline__ void cluster_arrive() {
   SPECSTATE_SM90_OR(asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"), (void)0);
+}
+/// The first half after which nothing but barrier_init's work (fence_barriers) is visible to the others: it waits for none of this thread's other accesses.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  SPECSTATE_SM90_OR(asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"), (void)0);
 }
 __device__ __forceinline__ void cluster_wait() {
   SPECSTATE_SM90_OR(asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"), __syncthreads());

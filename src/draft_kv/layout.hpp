@@ -58,46 +58,4 @@ SPECSTATE_HD inline Head head_of(int h, int heads) {
   return {layer, rest >= heads ? rest - heads : rest, rest >= heads};
 }
 
-/// A few columns of one head of the projection: a quarter of a head of 128 channels, or one of 64.
-struct Block {
-  int layer, index;
-  bool is_v, here;
-  int channel;  // of its head, the first
-};
-/// The columns of one cluster, as tiles of 128. Heads of 64 go as they come; of heads of 128 the K heads, then quarters of V heads.
-template <int kHeadDim>
-struct Columns {
-  static constexpr int kWide = kHeadDim == 128 ? 32 : 64;  // columns of a block
-  static constexpr int kInHead = kHeadDim / kWide, kInTile = 128 / kWide;
-  int k_begin, k_tiles, begin, blocks;  // K tiles; blocks of V (heads of 128), of everything (heads of 64)
-
-  SPECSTATE_HD Columns(int layers, int heads, int cluster, int clusters) {
-    const std::int64_t all = static_cast<std::int64_t>(layers) * 2 * heads * kInHead, c = cluster;
-    begin = static_cast<int>(c * all / clusters), blocks = static_cast<int>((c + 1) * all / clusters) - begin;
-    k_begin = k_tiles = 0;
-    if constexpr (kHeadDim == 128) {
-      const std::int64_t k_heads = all / (2 * kInHead);
-      k_begin = static_cast<int>(c * k_heads / clusters), k_tiles = static_cast<int>((c + 1) * k_heads / clusters) - k_begin;
-      begin -= kInHead * k_begin, blocks -= kInHead * k_tiles;
-    }
-  }
-  SPECSTATE_HD int tiles() const { return k_tiles + (blocks + kInTile - 1) / kInTile; }
-  /// Block i of tile t of this cluster.
-  SPECSTATE_HD Block block(int t, int i, int heads) const {
-    if (kHeadDim == 128 && t < k_tiles) {
-      const int head = k_begin + t;
-      return {head / heads, head % heads, false, true, kWide * i};
-    }
-    const int n = kInTile * (t - k_tiles) + i, b = begin + n;
-    if constexpr (kHeadDim == 128) return {b / (kInHead * heads), b / kInHead % heads, true, n < blocks, b % kInHead * kWide};
-    const Head head = head_of(b, heads);
-    return {head.layer, head.index, head.is_v, n < blocks, 0};
-  }
-};
-/// Of the first column of a block: its place in a layer.
-template <int kHeadDim>
-SPECSTATE_HD inline int column_of(const Block& b, int heads) {
-  return ((b.is_v ? heads : 0) + b.index) * kHeadDim + b.channel;
-}
-
 }  // namespace specstate::draft_kv

@@ -275,47 +275,4 @@ TEST(Materialize, TensorsOnAGpuAreCheckedWithoutReadingThem) {
   raise_pending_error({DeviceType::kCpu, 0});  // nothing can be pending on the CPU
 }
 
-/// Every block of 64 columns belongs to one cluster, K heads of 128 stay whole, and no cluster has much more than another.
-template <int kHeadDim>
-void deal(int layers, int heads, int clusters) {
-  std::map<std::tuple<int, bool, int, int>, int> seen;
-  std::int64_t least = INT64_MAX, most = 0;
-  for (int c = 0; c < clusters; ++c) {
-    const Columns<kHeadDim> columns(layers, heads, c, clusters);
-    std::int64_t blocks = 0;
-    for (int t = 0; t < columns.tiles(); ++t) {
-      const Block first = columns.block(t, 0, heads);
-      ASSERT_TRUE(first.here);
-      for (int i = 0; i < columns.kInTile; ++i) {
-        const Block b = columns.block(t, i, heads);
-        if (kHeadDim == 128 && !first.is_v)  // a head of K is one tile
-          ASSERT_TRUE(b.here && !b.is_v && b.layer == first.layer && b.index == first.index && b.channel == columns.kWide * i);
-        if (!b.here) continue;
-        ++seen[{b.layer, b.is_v, b.index, b.channel}], ++blocks;
-        ASSERT_EQ(column_of<kHeadDim>(b, heads),
-                  (b.is_v ? v_column(0, 0, heads, kHeadDim, b.index, kHeadDim) : k_column(0, 0, b.index, kHeadDim)) + b.channel);
-      }
-    }
-    least = std::min(least, blocks), most = std::max(most, blocks);
-  }
-  ASSERT_EQ(static_cast<int>(seen.size()), layers * 2 * heads * Columns<kHeadDim>::kInHead);
-  for (const auto& [block, times] : seen) {
-    ASSERT_EQ(times, 1);
-    ASSERT_LT(std::get<0>(block), layers);
-    ASSERT_LT(std::get<2>(block), heads);
-    ASSERT_LT(std::get<3>(block), kHeadDim);
-  }
-  ASSERT_LE(most - least, 1);
-}
-
-TEST(Columns, AreDealtOutOnceAndEvenly) {
-  for (int layers = 1; layers <= 6; ++layers)
-    for (int heads = 1; heads <= 9; ++heads)
-      for (int clusters = 1; clusters <= 16; ++clusters) {
-        if (clusters <= layers * 2 * heads) deal<128>(layers, heads, clusters);
-        if (clusters <= layers * heads) deal<64>(layers, heads, clusters);
-        if (::testing::Test::HasFatalFailure()) FAIL() << layers << " layers, " << heads << " heads, " << clusters << " clusters";
-      }
-}
-
 }  // namespace

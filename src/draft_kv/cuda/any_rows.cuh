@@ -1,5 +1,5 @@
 #pragma once
-// Any shape, dtype and stride, without tensor cores: what few_rows and many_rows do not take (float32, head dims other than 64 and 128, odd
+// Any shape, dtype and stride, without tensor cores: what many_rows does not take (float32, head dims other than 64 and 128, odd
 // widths, strided features). The projection is one fused multiply-add chain over the features in rising order, the CPU's, so V is equal to the CPU's to the bit.
 //
 // A block makes one head of 16 rows: 256 threads, each four columns of one row at a time, features and weights by way of shared memory as float32, the

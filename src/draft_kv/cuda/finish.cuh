@@ -159,7 +159,7 @@ __device__ __forceinline__ float row_factor(const Context& c, int row, int lane)
 
 /// Eight neighbouring values of a raw row, normed and rounded.
 template <class Io>
-__device__ __forceinline__ uint4 normed_piece(const Context& c, uint4 raw, float factor, int column) {
+__device__ __forceinline__ uint4 normed_piece(uint4 raw, float factor, const float (&norm)[8]) {
   std::uint32_t word[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -167,11 +167,19 @@ __device__ __forceinline__ uint4 normed_piece(const Context& c, uint4 raw, float
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const Io x{static_cast<std::uint16_t>(word[i] >> (16 * e))};
-      y[e] = core::to_float(x) * factor * value_at(c.norm.data, c.norm.dtype, (column + 2 * i + e) * c.norm.stride);
+      y[e] = core::to_float(x) * factor * norm[2 * i + e];
     }
     word[i] = std::is_same_v<Io, core::bfloat16> ? bf16_pair(y[0], y[1]) : fp16_pair(y[0], y[1]);
   }
   return make_uint4(word[0], word[1], word[2], word[3]);
+}
+
+template <class Io>
+__device__ __forceinline__ uint4 normed_piece(const Context& c, uint4 raw, float factor, int column) {
+  float norm[8];
+#pragma unroll
+  for (int e = 0; e < 8; ++e) norm[e] = value_at(c.norm.data, c.norm.dtype, (column + e) * c.norm.stride);
+  return normed_piece<Io>(raw, factor, norm);
 }
 
 }  // namespace specstate::draft_kv::cuda

@@ -15,13 +15,12 @@ inline constexpr int kColumns = 128;
 inline constexpr int kDepth = 64;
 /// The one summation order: the features are cut into runs of whole stages, each is summed by the tensor cores in rising order from zero, and the runs' sums are
 /// added in rising order in float32. The tensor cores truncate, and truncation adds up along a run: of a projection it has at most 1024 values.
-inline constexpr int kFewBlocks = 4;  // of a cluster of few_rows: each takes as many runs
 struct Runs {
   int count, stages, longer;  // the first `longer` have one stage more
 
   SPECSTATE_HD constexpr Runs(int runs, int all) : count(runs), stages(all / runs), longer(all % runs) {}
   /// The runs of a projection of `hidden` features.
-  SPECSTATE_HD static constexpr Runs of(int hidden) { return {kFewBlocks * ((hidden + 4095) / 4096), hidden / kDepth}; }
+  SPECSTATE_HD static constexpr Runs of(int hidden) { return {4 * ((hidden + 4095) / 4096), hidden / kDepth}; }
   SPECSTATE_HD constexpr int begin(int run) const { return run * stages + (run < longer ? run : longer); }
 };
 
@@ -76,7 +75,6 @@ struct Problem {
   bool is_neox_style, round_after_norm;
   DType k_dtype, v_dtype;
   bool k_wide, v_wide;           // rows of a head may be written in pieces of 8 channels
-  bool norm_pairs;               // norm weights may be read two at a time: 16 bits each, dense
   Target target[2][kMaxLayers];  // K, V
 };
 

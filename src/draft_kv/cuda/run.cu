@@ -1,7 +1,7 @@
 // MaterializeArgs -> which kernel, and its launches.
 //
-//   few_rows   up to kFewTokens rows: bound by reading the weights
-//   many_rows  the rest: bound by the tensor cores
+//   few_rows   up to 64 rows, target features too: bound by reading the weights
+//   many_rows  more of them, bound by the tensor cores; and any number of rows of more than 4096 features
 //   any_rows   shapes, dtypes and strides that those two do not take
 // The first two add in one order and give the same bits, so any split of the rows into calls does, too.
 #include <algorithm>
@@ -12,6 +12,7 @@
 #include "cuda/launch.hpp"
 #include "draft_kv/cuda/any_rows.cuh"
 #include "draft_kv/cuda/features.cuh"
+#include "draft_kv/cuda/few_rows.cuh"
 #include "draft_kv/cuda/flags.hpp"
 
 namespace specstate::draft_kv::cuda {
@@ -24,7 +25,6 @@ using specstate::cuda::launch;
 namespace {
 
 constexpr int kDevices = 64;
-constexpr int kFewTokens = 128;  // measured: decision 0010
 
 using Encode = decltype(&cuTensorMapEncodeTiled);
 Encode tensor_map_encoder() {
@@ -61,8 +61,8 @@ bool aligned(const void* p, std::int64_t bytes) { return reinterpret_cast<std::u
 
 /// May the tensor cores multiply these? Rows of 16-byte pieces, whole stages in every slice, weight rows in runs of 32 and whole tiles.
 bool rows_fit(const TensorView& x, DType io) {
-  return x.dtype == io && x.strides[1] == 1 && x.strides[0] % 8 == 0 && (x.sizes[0] == 1 || x.strides[0] >= x.sizes[1]) &&
-         aligned(x.data, 16);
+  return x.dtype == io && x.strides[1] == 1 && x.strides[0] % 8 == 0 && x.strides[0] <= INT32_MAX &&
+         (x.sizes[0] == 1 || x.strides[0] >= x.sizes[1]) && aligned(x.data, 16);
 }
 bool weights_fit(const TensorView& w, DType io) {
   const std::int64_t depth = w.size(-1), layers = w.ndim == 3 ? w.sizes[0] : 1;
@@ -104,29 +104,18 @@ Values values(const TensorView& t) {
   return {t.data, t.dtype, t.ndim == 0 ? 0 : t.strides[t.ndim - 1]};
 }
 
-/// Ring and rows as the shared memory allows; stages 0: does not fit. `raw`: the kernel norms target features, which are few and stay.
-template <int kGroups>
-FewShape few_shape(int tokens, int hidden, bool raw) {
-  const Runs runs = Runs::of(hidden);
-  FewShape shape{0, 0, runs, 0, static_cast<int>(blocks_for(tokens, kGroups * kFewRows)), false, raw};
-  shape.rows = static_cast<int>(blocks_for(blocks_for(tokens, shape.row_tiles), 8)) * 8;
-  for (int b = 0, each = runs.count / kFewBlocks; b < kFewBlocks; ++b)
-    shape.depth = std::max(shape.depth, runs.begin((b + 1) * each) - runs.begin(b * each));
-  const auto fit = [&] {
-    shape.stages = kFewStages;
-    while (shape.stages > 0 && few_shared_bytes<kGroups>(shape) > static_cast<std::size_t>(device_info().shared_bytes)) --shape.stages;
-    return shape.stages >= 3;
-  };
-  shape.resident = shape.row_tiles == 1;
-  if (!fit() && !raw) shape.resident = false, fit();
-  if (shape.stages < 3 || (raw && shape.row_tiles > 1)) shape.stages = 0;
-  return shape;
-}
+/// Is everything of target features, for so many of them, done as they lie, in two launches?
+bool few_takes(int tokens) { return tokens <= kFewRows; }
 
-/// Does few_rows take so many rows? (many_rows takes fewer layers a launch.)
-bool few_takes(int tokens, int hidden, bool raw) {
-  if (tokens <= kFewMost<1>) return few_shape<1>(tokens, hidden, raw).stages > 0;
-  return tokens <= kFewTokens && !raw && few_shape<2>(tokens, hidden, false).stages > 0;
+/// Groups of warps that multiply, so rows of a tile: those that make the fewest rounds of tiles, weighed by what a stage takes (cycles; decision 0010).
+int many_groups(int tokens, int head_tiles) {
+  if (tokens <= 128) return 2;
+  const auto cost = [&](int groups, int cycles) {
+    return static_cast<std::int64_t>(
+               blocks_for(static_cast<std::int64_t>(blocks_for(tokens, 64 * groups)) * head_tiles, device_info().multiprocessors)) *
+           cycles;
+  };
+  return cost(2, 580) < cost(3, 800) ? 2 : 3;
 }
 
 /// What a call's launches share: the parts of the workspace.
@@ -156,63 +145,74 @@ unsigned clusters_at_once(Kernel kernel, int threads) {
   return static_cast<unsigned>(n.load());
 }
 
+/// One product; `rows` is what its tensor map of ctx covers.
 template <class Io, int kHeadDim, int kGroups>
-void launch_few(const Problem& p, const TensorView& weight, std::int64_t rows, const FewShape& shape, const Context& context,
-                Stream stream) {
-  const unsigned clusters = clusters_at_once<kFewBlocks>(few_rows<Io, kHeadDim, kGroups>, kFewThreads<kGroups>);
-  const unsigned tiles = static_cast<unsigned>(p.layers * 2 * p.heads * kHeadDim / kColumns);
-  launch(few_rows<Io, kHeadDim, kGroups>,
-         {.grid = std::min(clusters, tiles) * kFewBlocks,
-          .block = kFewThreads<kGroups>,
-          .shared = few_shared_bytes<kGroups>(shape),
-          .cluster = kFewBlocks,
+void launch_many_of(const Problem& p, const TensorView& weight, std::int64_t rows, ManyShape shape, const Context& context, Stream stream) {
+  const auto most = static_cast<std::size_t>(device_info().shared_bytes);
+  const auto blocks = static_cast<unsigned>(device_info().multiprocessors);
+  shape = many_shape<kGroups>(shape, p.rows.tokens, most);
+  const unsigned tiles = blocks_for(p.rows.tokens, Many<kGroups>::kRows) * static_cast<unsigned>(shape.head_tiles);
+  launch(many_rows<Io, kHeadDim, kGroups>,
+         {.grid = shape.as_they_lie ? blocks_for(tiles, blocks_for(tiles, blocks)) : std::min(blocks, tiles),
+          .block = Many<kGroups>::kThreads,
+          .shared = many_shared_bytes<kGroups>(shape.stages, shape.box),
           .overlap = true},
-         stream, weight_map(weight, Columns<kHeadDim>::kWide, true),
-         tile_map(p.ctx, weight.dtype, rows, p.hidden, p.ctx_stride, shape.rows, false), p, shape, context);
+         stream, weight_map(weight, kColumns, shape.as_they_lie),
+         tile_map(p.ctx, weight.dtype, rows, p.hidden, p.ctx_stride, shape.box, false), p, shape, context);
 }
-
-/// One product of many rows; `rows` is what its tensor map of ctx covers.
 template <class Io, int kHeadDim>
 void launch_many(const Problem& p, const TensorView& weight, std::int64_t rows, const ManyShape& shape, const Context& context,
                  Stream stream) {
-  const unsigned tiles = blocks_for(p.rows.tokens, kManyRows) * blocks_for(shape.head_tiles, 2);
-  launch(many_rows<Io, kHeadDim>,
-         {.grid = std::min<unsigned>(device_info().multiprocessors, 2 * tiles),
-          .block = kManyThreads,
-          .shared = kManySharedBytes,
-          .overlap = true},
-         stream, weight_map(weight, kColumns, false), tile_map(p.ctx, weight.dtype, rows, p.hidden, p.ctx_stride, kManyRows, false), p,
-         shape, context);
+  const int groups = many_groups(p.rows.tokens, shape.head_tiles);
+  if (groups == 2)
+    launch_many_of<Io, kHeadDim, 2>(p, weight, rows, shape, context, stream);
+  else
+    launch_many_of<Io, kHeadDim, 3>(p, weight, rows, shape, context, stream);
 }
 
-template <class Io>
-void launch_few_features(const MaterializeArgs& a, const Problem& p, const Means& m, Stream stream) {
-  const auto most = static_cast<std::size_t>(device_info().shared_bytes);
-  const int all = m.context.hidden / 64;
-  const int clusters = std::min(static_cast<int>(clusters_at_once<kSlices>(few_features<Io>, kFeatureThreads)), all);
-  const FeatureShape shape = feature_shape(static_cast<int>(a.ctx_hidden.sizes[1]), all, clusters, most);
-  launch(few_features<Io>,
-         {.grid = static_cast<unsigned>(clusters) * kSlices,
-          .block = kFeatureThreads,
-          .shared = feature_shared_bytes(shape),
-          .cluster = kSlices,
+/// few_rows; `rows` is what its tensor map of ctx covers, `columns` (of target features: kHeadDim 0) how many there are.
+template <class Io, int kHeadDim, int kGroups>
+void launch_few_of(const Problem& p, const TensorView& weight, std::int64_t rows, const Runs& runs, int columns, const Context& context,
+                   Stream stream) {
+  using F = Few<kHeadDim, kGroups>;
+  const auto clusters = clusters_at_once<2>(few_rows<Io, kHeadDim, kGroups>, F::kThreads);
+  const Deal deal(p.layers, p.heads, static_cast<int>(clusters));
+  const int places = kHeadDim == 128 ? deal.used() : columns / F::kWide;
+  const int norms = kHeadDim ? p.layers : 0;
+  const FewShape shape = F::shape({places, runs, deal}, p.rows.tokens, norms, static_cast<std::size_t>(device_info().shared_bytes));
+  launch(few_rows<Io, kHeadDim, kGroups>,
+         {.grid = 2 * (kHeadDim == 128 ? clusters : std::min(clusters, static_cast<unsigned>(places))),
+          .block = F::kThreads,
+          .shared = F::shared_bytes(shape.stages, shape.box, norms),
+          .cluster = 2,
           .overlap = true},
-         stream, weight_map(a.fc_weight, 64, true), p, m.context, shape);
+         stream, weight_map(weight, F::kWide, true), weight_map(weight, 32, true),
+         tile_map(p.ctx, weight.dtype, rows, weight.size(-1), p.ctx_stride, shape.box, false), p, shape, context);
+}
+/// The projection of up to 128 rows as they lie: by pairs of blocks up to 64 of at most 4096 features.
+template <class Io, int kHeadDim>
+void launch_few(const Problem& p, const TensorView& weight, std::int64_t rows, const Context& context, Stream stream) {
+  const int columns = p.layers * 2 * p.heads * kHeadDim;
+  const Runs runs = Runs::of(p.hidden);
+  if (p.rows.tokens <= kFewRows && runs.count <= 2 * Few<kHeadDim, 1>::kRuns)
+    return launch_few_of<Io, kHeadDim, 1>(p, weight, rows, runs, columns, context, stream);
+  const ManyShape shape{columns / kColumns, nullptr, nullptr, runs};
+  p.rows.tokens <= kFewRows ? launch_many_of<Io, kHeadDim, 1>(p, weight, rows, shape, context, stream)
+                            : launch_many_of<Io, kHeadDim, 2>(p, weight, rows, shape, context, stream);
 }
 
 template <class Io, int kHeadDim>
 void launch_fast(const MaterializeArgs& a, Problem p, const Means& m, Stream stream) {
   const int features = static_cast<int>(a.ctx_hidden.sizes[1]);
   const bool raw = m.context.raw != nullptr;
-  if (few_takes(p.rows.tokens, p.hidden, raw)) {
-    if (raw && p.first_layer == 0) launch_few_features<Io>(a, p, m, stream);
-    if (p.rows.tokens <= kFewMost<1>)
-      launch_few<Io, kHeadDim, 1>(p, a.kv_weight, a.tokens, few_shape<1>(p.rows.tokens, p.hidden, raw), m.context, stream);
-    else
-      launch_few<Io, kHeadDim, 2>(p, a.kv_weight, a.tokens, few_shape<2>(p.rows.tokens, p.hidden, false), m.context, stream);
-    return;
+  if (raw && few_takes(p.rows.tokens)) {
+    if (p.first_layer == 0)
+      launch_few_of<Io, 0, 1>(p, a.fc_weight, a.tokens, Runs(kSlices, features / kDepth), m.context.hidden, m.context, stream);
+    p.ctx = m.context.raw, p.ctx_stride = p.hidden;
+    return launch_few<Io, kHeadDim>(p, a.kv_weight, p.rows.tokens, m.context, stream);
   }
-  ManyShape shape{p.layers * 2 * p.heads * kHeadDim / kColumns, nullptr, nullptr, Runs::of(p.hidden), false};
+  if (!raw && p.rows.tokens <= Many<2>::kRows) return launch_few<Io, kHeadDim>(p, a.kv_weight, a.tokens, Context{}, stream);
+  ManyShape shape{p.layers * 2 * p.heads * kHeadDim / kColumns, nullptr, nullptr, Runs::of(p.hidden)};
   if (p.rows.tokens > kPlanRows || raw) {
     if (p.first_layer == 0)
       launch(plan_kernel, {.block = kPlanThreads, .shared = 2 * kListRows * sizeof(int), .overlap = true}, stream, p.rows, m.list, m.count);
@@ -222,7 +222,7 @@ void launch_fast(const MaterializeArgs& a, Problem p, const Means& m, Stream str
     if (p.first_layer == 0) {
       Problem fc = p;
       fc.hidden = features;
-      launch_many<Io, 0>(fc, a.fc_weight, a.tokens, {m.context.hidden / kColumns, m.list, m.count, Runs(kSlices, features / kDepth), false},
+      launch_many<Io, 0>(fc, a.fc_weight, a.tokens, {m.context.hidden / kColumns, m.list, m.count, Runs(kSlices, features / kDepth)},
                          m.context, stream);
       launch(normalize_rows<Io>, {.grid = static_cast<unsigned>(p.rows.tokens), .block = kNormalizeThreads, .overlap = true}, stream,
              m.context, m.count);
@@ -262,13 +262,11 @@ void launch_any(const MaterializeArgs& a, const Problem& p, const Means& m, Stre
 
 constexpr std::int64_t kContextRows = 2048;  // rows of one round where target features come in front: bounds the workspace
 
-/// Rows of one round. Of few tokens from target features, rounds that few_features and few_rows take: two of them read fc twice in less time than one tile
-/// of rows of many_rows takes, which leaves most multiprocessors idle.
-std::int64_t rows_of_round(std::int64_t tokens, std::int64_t hidden, bool fast, bool with_context) {
+/// Rows of one round. Of few tokens from target features, rounds that few_rows takes: two of them read fc twice in less time than one tile of rows of
+/// many_rows takes, which leaves most multiprocessors idle.
+std::int64_t rows_of_round(std::int64_t tokens, bool fast, bool with_context) {
   if (!with_context) return kListRows;
-  for (const int rows : {kFewRows, kFewRows / 2})
-    if (fast && tokens <= 2 * rows && few_takes(rows, static_cast<int>(hidden), true)) return rows;
-  return kContextRows;
+  return fast && tokens <= 2 * kFewRows ? kFewRows : kContextRows;
 }
 
 std::int64_t round_up(std::int64_t n) { return (n + 255) / 256 * 256; }
@@ -313,7 +311,6 @@ void run(const MaterializeArgs& a, Stream stream) {
   p.is_neox_style = nr.is_neox_style, p.round_after_norm = nr.round_after_norm;
   p.k_dtype = a.k_dtype, p.v_dtype = a.v_dtype;
   p.k_wide = wide_pools(a.k, a.k_dtype), p.v_wide = wide_pools(a.v, a.v_dtype);
-  p.norm_pairs = size_of(p.norm.dtype) == 2 && p.norm.stride == 1 && p.norm_layer % 2 == 0 && aligned(p.norm.data, 4);
   const bool fast = has_fast_form(a), with_context = a.fc_weight.given();
   Means m{};
   const Parts at = parts(a.tokens, hidden, with_context ? size_of(nr.io) : 0);
@@ -323,10 +320,11 @@ void run(const MaterializeArgs& a, Stream stream) {
     m.context = {reinterpret_cast<std::uint16_t*>(workspace + at.raw), reinterpret_cast<float*>(workspace + at.squares),
                  values(a.hidden_norm_weight), a.hidden_norm_eps, p.hidden};
   // A launch names at most kMaxLayers layers and plans a bounded number of rows. Rows go in order, so of two that name one slot the last stands.
-  const std::int64_t round = rows_of_round(a.tokens, p.hidden, fast, with_context);
+  const std::int64_t round = rows_of_round(a.tokens, fast, with_context);
   for (std::int64_t first = 0; first < a.tokens; first += round) {
     p.rows.first = first, p.rows.tokens = static_cast<int>(std::min(a.tokens - first, round));
-    const std::int64_t most = fast && !few_takes(p.rows.tokens, p.hidden, with_context) ? kNorms / nr.head_dim : kMaxLayers;
+    const bool all_layers = !fast || (with_context ? few_takes(p.rows.tokens) : p.rows.tokens <= Many<2>::kRows);
+    const std::int64_t most = all_layers ? kMaxLayers : Many<3>::kLayers;
     for (std::int64_t layer = 0; layer < a.layers; layer += most) {
       p.first_layer = static_cast<int>(layer), p.layers = static_cast<int>(std::min(a.layers - layer, most));
       for (int l = 0; l < p.layers; ++l)

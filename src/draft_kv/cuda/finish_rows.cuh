@@ -1,0 +1,233 @@
+#pragma once
+// The same epilogue as finish_part's, out of shared memory: 16 rows of rounded sums a warp, finished by a loop over rows. It gives the same bits.
+//
+// What this saves is instructions: unrolled over all words of a thread, the epilogue is thousands of them, each used once, and took 3000 to 7500 cycles, most of them for
+// instructions on their way.
+// Rows of kStride bytes, of which 8 lie in different banks: two bytes a column and 16 more.
+#include "draft_kv/cuda/many_rows.cuh"
+
+namespace specstate::draft_kv::cuda {
+
+/// Four 8 x 8 matrices of 16-bit values into shared memory; lane i names row i % 8 of matrix i / 8.
+__device__ __forceinline__ void store_matrices(std::uint32_t to, std::uint32_t a, std::uint32_t b, std::uint32_t c, std::uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
+/// Two values of Io.
+template <class Io>
+__device__ __forceinline__ void from_io_pair(std::uint32_t pair, float& low, float& high) {
+  if constexpr (std::is_same_v<Io, core::bfloat16>) {
+    low = __uint_as_float(pair << 16), high = __uint_as_float(pair & 0xFFFF0000u);
+  } else {
+    low = __half2float(__ushort_as_half(static_cast<unsigned short>(pair))),
+    high = __half2float(__ushort_as_half(static_cast<unsigned short>(pair >> 16)));
+  }
+}
+
+/// The sums of 16 rows x 8 kWords columns of a warp, as the tensor cores leave them, rounded.
+template <class Io, int kStride, int kWords>
+__device__ __forceinline__ void leave_words(unsigned char* unit, int lane, const float* d) {
+  const std::uint32_t to = ptx::shared(unit) + lane % 16 * kStride + lane / 16 * 16;
+#pragma unroll
+  for (int j = 0; j < kWords; j += 2)
+    store_matrices(to + j * 16, io_pair<Io>(d[4 * j], d[4 * j + 1]), io_pair<Io>(d[4 * j + 2], d[4 * j + 3]),
+                   io_pair<Io>(d[4 * j + 4], d[4 * j + 5]), io_pair<Io>(d[4 * j + 6], d[4 * j + 7]));
+}
+
+/// The bias of kWords * 8 columns from `column` of a layer on.
+template <int kWords>
+__device__ __forceinline__ void add_bias(const Problem& p, int layer, int column, int q, float* d) {
+#pragma unroll
+  for (int j = 0; j < kWords; ++j)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const std::int64_t at = (p.first_layer + layer) * p.bias_layer + (column + 8 * j + 2 * q + e) * p.bias.stride;
+      const float b = value_at(p.bias.data, p.bias.dtype, at);
+      d[4 * j + e] += b, d[4 * j + 2 + e] += b;
+    }
+}
+
+/// Cosines and sines of the channels 4 c .. + 3 and half a head further that lane c of a head holds (split halves: of the first four).
+template <int kHeadDim>
+__device__ __forceinline__ void load_turns(const Problem& p, const float* table, int position, int c, float (&cosine)[4],
+                                           float (&sine)[4]) {
+  const int half = p.rotary_dim / 2;
+  const float* const from = table + position * p.table_row;
+  if (p.is_neox_style) {
+    const int i = 4 * c & (half - 1);
+    const float4 x = __ldg(reinterpret_cast<const float4*>(from + i)), y = __ldg(reinterpret_cast<const float4*>(from + half + i));
+    cosine[0] = x.x, cosine[1] = x.y, cosine[2] = x.z, cosine[3] = x.w, sine[0] = y.x, sine[1] = y.y, sine[2] = y.z, sine[3] = y.w;
+  } else {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int i = min((e < 2 ? 0 : kHeadDim / 4) + 2 * c + e % 2, half - 1);
+      cosine[e] = __ldg(from + i), sine[e] = __ldg(from + half + i);
+    }
+  }
+}
+
+/// 128 columns from head `number` of the launch on, of `rows` rows -> the pool, by a warp: 16 lanes a row. `slot_of` and `position_of` are row lane % 16's; `norms` and `eps`
+/// the launch's.
+template <class Io, int kHeadDim, int kStride>
+__device__ __forceinline__ void finish_rows(const Problem& p, const unsigned char* unit, int number, std::int64_t slot_of, int position_of,
+                                            int rows, const float* norms, const float* eps) {
+  constexpr int kHeads = kColumns / kHeadDim, kLanes = kHeadDim / 8, kHalf = kHeadDim / 2;
+  constexpr DType kType = std::is_same_v<Io, core::bfloat16> ? DType::kBFloat16 : DType::kFloat16;
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  const int in_row = lane % 16, c = in_row % kLanes;
+  const Head head = head_of(number + in_row / kLanes, p.heads);
+  const bool any_k = kHeads == 1 ? !head.is_v : __any_sync(~0u, !head.is_v);
+  const LayerPool& pool = p.target[head.is_v][head.layer].pool;
+  const DType dtype = head.is_v ? p.v_dtype : p.k_dtype;
+  const bool wide = head.is_v ? p.v_wide : p.k_wide, native = wide && dtype == kType;
+  const float scale = native ? 1.0f : scale_of(p, head);
+  const float* const table = p.table + (p.first_layer + head.layer) * p.table_layer;
+  const int byte = in_row / kLanes * 128 + 8 * c;  // of a row
+  float cosine[4] = {}, sine[4] = {}, w[8] = {}, e = 0;
+  if (any_k) {
+#pragma unroll
+    for (int i = 0; i < 8; i += 4) {
+      const float4 x = *reinterpret_cast<const float4*>(norms + head.layer * kHeadDim + i / 4 * kHalf + 4 * c);
+      w[i] = x.x, w[i + 1] = x.y, w[i + 2] = x.z, w[i + 3] = x.w;
+    }
+    e = eps[head.layer];
+    load_turns<kHeadDim>(p, table, __shfl_sync(~0u, position_of, lane / 16), c, cosine, sine);
+  }
+#pragma unroll 1
+  for (int i = 0; i < rows; i += 2) {
+    const int row = i + lane / 16;
+    const std::int64_t slot = __shfl_sync(~0u, slot_of, row);
+    uint2 low = *reinterpret_cast<const uint2*>(unit + row * kStride + byte),
+          high = *reinterpret_cast<const uint2*>(unit + row * kStride + byte + 2 * kHalf);
+    float x[8];
+    if (any_k) {
+      float next_cosine[4], next_sine[4];
+      load_turns<kHeadDim>(p, table, __shfl_sync(~0u, position_of, (row + 2) % 16), c, next_cosine, next_sine);
+      from_io_pair<Io>(low.x, x[0], x[1]), from_io_pair<Io>(low.y, x[2], x[3]);
+      from_io_pair<Io>(high.x, x[4], x[5]), from_io_pair<Io>(high.y, x[6], x[7]);
+      const float chunks[2][4] = {{x[0], x[1], x[4], x[5]}, {x[2], x[3], x[6], x[7]}};
+      float even = chunk_squares(chunks[0]), odd = chunk_squares(chunks[1]);
+#pragma unroll
+      for (int step = 2; step < kLanes; step *= 2) even += __shfl_xor_sync(~0u, even, step), odd += __shfl_xor_sync(~0u, odd, step);
+      even += odd;
+      even += __shfl_xor_sync(~0u, even, 1);
+      const float factor = norm_factor(even, kHeadDim, e);
+      float y[8];
+#pragma unroll
+      for (int j = 0; j < 8; ++j) y[j] = x[j] * factor * w[j];
+      if (p.round_after_norm) {
+#pragma unroll
+        for (int j = 0; j < 8; j += 2) round_pair<Io>(y[j], y[j + 1]);
+      }
+      if (!p.is_neox_style) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          if ((j < 2 ? 0 : kHeadDim / 4) + 2 * c + j % 2 < p.rotary_dim / 2) {
+            const float a = y[2 * j], b = y[2 * j + 1];
+            y[2 * j] = a * cosine[j] - b * sine[j], y[2 * j + 1] = b * cosine[j] + a * sine[j];
+          }
+      } else if (p.rotary_dim == kHeadDim) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float a = y[j], b = y[4 + j];
+          y[j] = a * cosine[j] - b * sine[j], y[4 + j] = b * cosine[j] + a * sine[j];
+        }
+      } else {  // the partner is another lane's
+        const int apart = p.rotary_dim / 8;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float other = __shfl_xor_sync(~0u, y[j], apart);
+          const float first = y[j] * cosine[j] - other * sine[j], second = y[j] * cosine[j] + other * sine[j];
+          if (4 * c < p.rotary_dim) y[j] = c & apart ? second : first;
+        }
+      }
+      if (kHeads == 1 || !head.is_v) {
+        low = make_uint2(io_pair<Io>(y[0], y[1]), io_pair<Io>(y[2], y[3]));
+        high = make_uint2(io_pair<Io>(y[4], y[5]), io_pair<Io>(y[6], y[7]));
+      }
+#pragma unroll
+      for (int j = 0; j < 4; ++j) cosine[j] = next_cosine[j], sine[j] = next_sine[j];
+    }
+    if (slot < 0 || row >= rows) continue;
+    const std::int64_t offset = pool_offset(pool, slot, head.index);
+    if (native) {
+      auto* const to = static_cast<std::uint16_t*>(pool.data) + offset + 4 * c;
+      *reinterpret_cast<uint2*>(to) = low, *reinterpret_cast<uint2*>(to + kHalf) = high;
+    } else {
+#pragma unroll 1
+      for (int part = 0; part < 2; ++part, low = high) {
+        float4 v;
+        from_io_pair<Io>(low.x, v.x, v.y), from_io_pair<Io>(low.y, v.z, v.w);
+        store_four(pool.data, dtype, wide, offset + (part * kHalf + 4 * c) * pool.channel_stride, pool.channel_stride, scale, v);
+      }
+    }
+  }
+}
+
+/// `count` quarters of heads of V of 128 channels, from number v of all layers on -> the pool, by a warp; the first at byte `at` of a row.
+template <class Io, int kStride>
+__device__ __forceinline__ void finish_quarters(const Problem& p, const unsigned char* unit, int at, int v, int count,
+                                                std::int64_t slot_of) {
+  constexpr DType kType = std::is_same_v<Io, core::bfloat16> ? DType::kBFloat16 : DType::kFloat16;
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  const std::int64_t slots[2] = {__shfl_sync(~0u, slot_of, lane / 4), __shfl_sync(~0u, slot_of, lane / 4 + 8)};
+#pragma unroll 1
+  for (int n = 0; n < count; ++n) {
+    const Head head{(v + n) / 4 / p.heads, (v + n) / 4 % p.heads, true};
+    const int channel = 32 * ((v + n) % 4) + 8 * (lane % 4);
+    const LayerPool& pool = p.target[1][head.layer].pool;
+    const bool native = p.v_wide && p.v_dtype == kType;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (slots[h] < 0) continue;
+      const uint4 x = *reinterpret_cast<const uint4*>(unit + (lane / 4 + 8 * h) * kStride + at + 64 * n + 16 * (lane % 4));
+      const std::int64_t offset = pool_offset(pool, slots[h], head.index);
+      if (native) {
+        *reinterpret_cast<uint4*>(static_cast<std::uint16_t*>(pool.data) + offset + channel) = x;
+      } else {
+        const float scale = scale_of(p, head);
+#pragma unroll 1
+        for (int part = 0; part < 2; ++part) {
+          float4 y;
+          from_io_pair<Io>(part ? x.z : x.x, y.x, y.y), from_io_pair<Io>(part ? x.w : x.y, y.z, y.w);
+          store_four(pool.data, p.v_dtype, p.v_wide, offset + (channel + 4 * part) * pool.channel_stride, pool.channel_stride, scale, y);
+        }
+      }
+    }
+  }
+}
+
+/// The same for the product of target features (features.cuh), where there are no heads: `rows` rows of block `block` of 64 columns, rounded, from row `first` on, and their sums
+/// of squares. Eight lanes a row.
+template <class Io, int kStride>
+__device__ __forceinline__ void finish_feature_rows(const Context& context, const unsigned char* unit, int first, int rows, int block) {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  const int c = lane % 8, byte = 8 * c;
+#pragma unroll 1
+  for (int i = 0; i < rows; i += 4) {
+    const int row = i + lane / 8;
+    const uint2 low = *reinterpret_cast<const uint2*>(unit + row * kStride + byte),
+                high = *reinterpret_cast<const uint2*>(unit + row * kStride + byte + 64);
+    float even[2], odd[2];  // words of an even and of an odd place
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float x[4];
+      from_io_pair<Io>(h ? high.x : low.x, x[0], x[1]), from_io_pair<Io>(h ? high.y : low.y, x[2], x[3]);
+      even[h] = fmaf(x[1], x[1], x[0] * x[0]), odd[h] = fmaf(x[3], x[3], x[2] * x[2]);
+#pragma unroll
+      for (int step = 2; step < 8; step *= 2) even[h] += __shfl_xor_sync(~0u, even[h], step), odd[h] += __shfl_xor_sync(~0u, odd[h], step);
+    }
+    float squares = (even[0] + even[1]) + (odd[0] + odd[1]);
+    squares += __shfl_xor_sync(~0u, squares, 1);
+    if (row >= rows) continue;
+    const std::int64_t at = first + row;
+    if (c == 0) context.squares[at * (context.hidden / 64) + block] = squares;
+    auto* const to = context.raw + at * context.hidden + block * 64 + 4 * c;
+    *reinterpret_cast<uint2*>(to) = low, *reinterpret_cast<uint2*>(to + 32) = high;
+  }
+}
+
+}  // namespace specstate::draft_kv::cuda

@@ -1,0 +1,897 @@
+// Stand-alone: every form of many_rows beside a float64 product (no argument: and times, "time": only those, "tiny": for the sanitizers).
+// nvcc -std=c++20 -O3 --fmad=false --expt-relaxed-constexpr -gencode arch=compute_90a,code=sm_90a -Isrc -Iinclude -cudart static THIS -ldl
+#include <cuda_runtime.h>
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <vector>
+
+#include "draft_kv/cuda/few_rows.cuh"
+using namespace specstate;
+using namespace specstate::draft_kv;
+using namespace specstate::draft_kv::cuda;
+#define SPECSTATE_CK(x)                                                      \
+  do {                                                                       \
+    cudaError_t e_ = (x);                                                    \
+    if (e_ != cudaSuccess) {                                                 \
+      printf("CUDA %s line %d: %s\n", #x, __LINE__, cudaGetErrorString(e_)); \
+      exit(1);                                                               \
+    }                                                                        \
+  } while (0)
+typedef CUresult (*Encode)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
+                           const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+static Encode encode;
+CUtensorMap make_map(const void* w, int64_t rows, int64_t hidden, int jh, bool promote = true) {
+  CUtensorMap m;
+  cuuint64_t dims[2] = {(cuuint64_t)hidden, (cuuint64_t)rows}, strides[1] = {(cuuint64_t)hidden * 2};
+  cuuint32_t box[2] = {64, (cuuint32_t)(jh ? jh * 32 : 16)}, es[2] = {1, 1};
+  CUresult r = encode(&m, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, (void*)w, dims, strides, box, es, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                      CU_TENSOR_MAP_SWIZZLE_128B, promote ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_NONE,
+                      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (r) {
+    printf("encode %d\n", r);
+    exit(1);
+  }
+  return m;
+}
+__device__ uint32_t hashu(uint64_t x) {
+  x ^= x >> 33;
+  x *= 0xff51afd7ed558ccdULL;
+  x ^= x >> 33;
+  x *= 0xc4ceb9fe1a85ec53ULL;
+  x ^= x >> 33;
+  return (uint32_t)x;
+}
+__device__ float normal(uint64_t i, uint64_t seed) {
+  float u = 0;
+  for (int k = 0; k < 4; k++) u += hashu(i * 4 + k + seed * 0x9E3779B97F4A7C15ULL) * 2.3283064e-10f;
+  return (u - 2.0f) * 1.7320508f;
+}
+__global__ void fill(__nv_bfloat16* x, int64_t n, float s, float add, uint64_t seed) {
+  for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x)
+    x[i] = __float2bfloat16(add + s * normal(i, seed));
+}
+// double product: one warp per (row, col) strip
+__global__ void ref_product(const __nv_bfloat16* x, const __nv_bfloat16* w, const __nv_bfloat16* bias, double* out, float* sums, int T,
+                            int N, int H) {
+  int col = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
+  for (int t0 = blockIdx.y * 8; t0 < T; t0 += gridDim.y * 8) {
+    double s[8] = {}, m[8] = {};
+    for (int k = lane; k < H; k += 32) {
+      double wv = __bfloat162float(w[(int64_t)col * H + k]);
+      for (int j = 0; j < 8; j++)
+        if (t0 + j < T) {
+          double v = wv * (double)__bfloat162float(x[(int64_t)(t0 + j) * H + k]);
+          s[j] += v, m[j] += fabs(v);
+        }
+    }
+    for (int j = 0; j < 8; j++) {
+      for (int d = 16; d; d /= 2) s[j] += __shfl_xor_sync(~0u, s[j], d), m[j] += __shfl_xor_sync(~0u, m[j], d);
+      if (lane == 0 && t0 + j < T)
+        out[(int64_t)(t0 + j) * N + col] = s[j] + (bias ? __bfloat162float(bias[col]) : 0.0f), sums[(int64_t)(t0 + j) * N + col] = m[j];
+    }
+  }
+}
+__device__ double rb(double x) {  // to bf16 from double RNE
+  if (x == 0 || !isfinite(x)) return x;
+  int e;
+  frexp(x, &e);
+  double q = ldexp(1.0, e - 8);
+  return rint(x / q) * q;
+}
+// compare: one thread per (row, head)
+// bad: V further from the exact sum than half a unit of its rounding and 2^-19 of the sum of |x w|; K further than 3 units of its pair (what one unit of the projection becomes, and a rounding)
+__global__ void compare(const double* proj, const float* sums, const __nv_bfloat16* norm, const float* eps, const float* table,
+                        const int64_t* pos, const int64_t* slot, const int* written, const __nv_bfloat16* kp, const __nv_bfloat16* vp,
+                        int T, int L, int N, int D, int R, bool neox, bool ran, int64_t slots, unsigned long long* stat) {
+  int64_t id = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
+  int G = L * 2 * N;
+  if (id >= (int64_t)T * G) return;
+  int t = id / G, h = id % G;
+  int l = h / (2 * N), r = h % (2 * N);
+  bool isv = r >= N;
+  int hd = isv ? r - N : r;
+  if (!written[t]) return;
+  const double* p = proj + (int64_t)t * G * D + (int64_t)h * D;
+  double y[128];
+  for (int i = 0; i < D; i++) y[i] = rb(p[i]);
+  const __nv_bfloat16* got = (isv ? vp : kp) + (((int64_t)l * slots + slot[t]) * N + hd) * D;
+  if (isv) {
+    for (int i = 0; i < D; i++) {
+      double g = __bfloat162float(got[i]);
+      atomicAdd(&stat[0], 1);
+      if (g != y[i]) {
+        atomicAdd(&stat[1], 1);
+        int e;
+        frexp(y[i], &e);
+        double unit = ldexp(1.0, e - 8);
+        if (!(fabs(g - p[i]) <= 0.51 * unit + ldexp(1.0, -19) * sums[p - proj + i])) atomicAdd(&stat[2], 1);
+      }
+    }
+    return;
+  }
+  double ss = 0;
+  for (int i = 0; i < D; i++) ss += y[i] * y[i];
+  double s = 1 / sqrt(ss / D + eps[l]);
+  double z[128];
+  for (int i = 0; i < D; i++) {
+    y[i] = y[i] * s * (double)__bfloat162float(norm[l * D + i]);
+    if (ran) y[i] = rb(y[i]);
+    z[i] = y[i];
+  }
+  for (int i = 0; i < R / 2; i++) {
+    int a = neox ? i : 2 * i, b = neox ? i + R / 2 : 2 * i + 1;
+    double c = table[pos[t] * R + i], sn = table[pos[t] * R + R / 2 + i];
+    z[a] = y[a] * c - y[b] * sn;
+    z[b] = y[b] * c + y[a] * sn;
+  }
+  for (int i = 0; i < D; i++) {
+    double g = __bfloat162float(got[i]), w = rb(z[i]);
+    atomicAdd(&stat[3], 1);
+    if (g != w) {
+      atomicAdd(&stat[4], 1);
+      double m = z[i];
+      int f;
+      if (i < R) {
+        double o = z[neox ? (i < R / 2 ? i + R / 2 : i - R / 2) : i ^ 1];
+        m = sqrt(m * m + o * o);
+      }
+      frexp(m, &f);
+      double u = fabs(g - w) / ldexp(1.0, f - 8);
+      if (!(u <= 3.01)) atomicAdd(&stat[5], 1);
+    }
+  }
+}
+__global__ void differ(const uint16_t* a, const uint16_t* b, int64_t n, unsigned long long* c) {
+  for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x)
+    if (a[i] != b[i]) atomicAdd(c, 1);
+}
+__global__ void stray(const uint16_t* a, int64_t n, int64_t slots, int ND, const unsigned char* named, unsigned long long* c) {
+  for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) {
+    int64_t s = i / ND % slots;
+    if (!named[s] && a[i] != 0x5A5A) atomicAdd(c, 1);
+  }
+}
+// bandwidth probe: same boxes, no product. slices: how a row's features are split over neighbouring blocks.
+__global__ void __launch_bounds__(64, 1) probe(const __grid_constant__ CUtensorMap w, int tiles, int slices, int stages, int depth_total,
+                                               int box_jh, int order, int rotate, int pair) {
+  extern __shared__ unsigned char sm[];
+  auto* mem = (unsigned char*)(((uintptr_t)sm + 1023) & ~1023ull);
+  __shared__ uint64_t full[32], empty[32];
+  int bytes = box_jh * 32 * 128 * pair;
+  int units = tiles * 4 / box_jh;
+  int groups = gridDim.x / slices, g = blockIdx.x / slices, r = blockIdx.x % slices;
+  int ub = (int64_t)g * units / groups, ue = (int64_t)(g + 1) * units / groups;
+  int kb = r * depth_total / slices, depth = (r + 1) * depth_total / slices - kb;
+  int loads = (ue - ub) * depth / pair;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < stages; i++) {
+      ptx::barrier_init(&full[i], 1);
+      ptx::barrier_init(&empty[i], 1);
+    }
+    ptx::fence_barriers();
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    uint64_t pol = order ? ptx::evict_first() : ptx::evict_last();
+    for (int i = 0; i < loads; i++) {
+      int st = i % stages;
+      ptx::barrier_wait(&empty[st], (i / stages + 1) & 1);
+      ptx::barrier_expect(&full[st], bytes);
+      for (int half = 0; half < pair; half++)
+        tile_load(mem + st * bytes + half * (bytes / pair), w, (kb + (i * pair + half + (int)blockIdx.x * rotate) % depth) * 64,
+                  (ub + i * pair / depth) * box_jh * 32, &full[st], pol);
+    }
+  } else if (threadIdx.x == 32) {
+    for (int i = 0; i < loads; i++) {
+      int st = i % stages;
+      ptx::barrier_wait(&full[st], (i / stages) & 1);
+      ptx::barrier_arrive(&empty[st]);
+    }
+  }
+}
+// pairs of blocks (neighbours, or a cluster): block r of pair p reads half r of the features of 160 rows, as boxes of 128 and 32; kind 1: all features of 80 rows, boxes of 64 and 16
+__global__ void __launch_bounds__(64, 1)
+    probe_pairs(const __grid_constant__ CUtensorMap big, const __grid_constant__ CUtensorMap small, int kind, int stages, int total) {
+  extern __shared__ unsigned char sm[];
+  auto* mem = (unsigned char*)(((uintptr_t)sm + 1023) & ~1023ull);
+  __shared__ uint64_t full[32], empty[32];
+  int rows = kind ? 80 : 160, first = kind ? 64 : 128, bytes = rows * 128, pair = blockIdx.x / 2, r = blockIdx.x % 2;
+  int row0 = kind ? blockIdx.x * 80 : pair * 160, kb = kind ? 0 : r * total / 2, loads = kind ? total : total / 2;
+  if (row0 >= 10240) loads = 0;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < stages; i++) {
+      ptx::barrier_init(&full[i], 1);
+      ptx::barrier_init(&empty[i], 1);
+    }
+    ptx::fence_barriers();
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    uint64_t pol = ptx::evict_first();
+    for (int i = 0; i < loads; i++) {
+      int st = i % stages;
+      ptx::barrier_wait(&empty[st], (i / stages + 1) & 1);
+      ptx::barrier_expect(&full[st], bytes);
+      tile_load(mem + st * bytes, big, (kb + i) * 64, row0, &full[st], pol);
+      tile_load(mem + st * bytes + first * 128, small, (kb + i) * 64, row0 + first, &full[st], pol);
+    }
+  } else if (threadIdx.x == 32) {
+    for (int i = 0; i < loads; i++) {
+      int st = i % stages;
+      ptx::barrier_wait(&full[st], (i / stages) & 1);
+      ptx::barrier_arrive(&empty[st]);
+    }
+  }
+}
+__global__ void __launch_bounds__(512) stream(const uint4* x, int64_t n, uint4* sink) {
+  uint4 a = {};
+  int64_t i = blockIdx.x * 4096ll + threadIdx.x;
+  for (; i < n; i += gridDim.x * 4096ll) {
+    uint4 v[8];
+#pragma unroll
+    for (int j = 0; j < 8; j++) v[j] = i + j * 512 < n ? ptx::load_streaming(x + i + j * 512) : uint4{};
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+      a.x ^= v[j].x;
+      a.y ^= v[j].y;
+      a.z ^= v[j].z;
+      a.w ^= v[j].w;
+    }
+  }
+  if (a.x == 0x12345 && a.y == 0x777) *sink = a;
+}
+static cudaStream_t st;
+double time_graph(int reps, std::function<void(int)> f, int samples = 15) {
+  cudaGraph_t g;
+  cudaGraphExec_t e;
+  SPECSTATE_CK(cudaStreamBeginCapture(st, cudaStreamCaptureModeGlobal));
+  for (int i = 0; i < reps; i++) f(i);
+  SPECSTATE_CK(cudaStreamEndCapture(st, &g));
+  SPECSTATE_CK(cudaGraphInstantiate(&e, g, 0));
+  cudaEvent_t a, b;
+  cudaEventCreate(&a);
+  cudaEventCreate(&b);
+  std::vector<float> v;
+  for (int i = 0; i < samples + 3; i++) {
+    cudaEventRecord(a, st);
+    SPECSTATE_CK(cudaGraphLaunch(e, st));
+    cudaEventRecord(b, st);
+    SPECSTATE_CK(cudaStreamSynchronize(st));
+    float ms;
+    cudaEventElapsedTime(&ms, a, b);
+    if (i >= 3) v.push_back(ms);
+  }
+  std::sort(v.begin(), v.end());
+  cudaGraphExecDestroy(e);
+  cudaGraphDestroy(g);
+  return v[v.size() / 2] * 1000 / reps;
+}
+static Row* g_list;
+static bool failed = false;
+CUtensorMap rows_map(const void* x, int64_t rows, int64_t hidden, int64_t stride, int box_rows = 128) {
+  CUtensorMap m;
+  cuuint64_t dims[2] = {(cuuint64_t)hidden, (cuuint64_t)rows}, strides[1] = {(cuuint64_t)stride * 2};
+  cuuint32_t box[2] = {64, (cuuint32_t)box_rows}, es[2] = {1, 1};
+  CUresult r = encode(&m, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, (void*)x, dims, strides, box, es, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (r) {
+    printf("encode rows %d\n", r);
+    exit(1);
+  }
+  return m;
+}
+static bool g_pdl = false;
+static bool g_gather = false;
+static int64_t* g_holed;  // rows copied by threads: one more row than T, whose slot is -1
+template <int D, int G>
+void launch_many_g(const CUtensorMap& m, const Problem& all, int sms = 132) {
+  auto k = many_rows<core::bfloat16, D, G>;
+  SPECSTATE_CK(cudaFuncSetAttribute(k, cudaFuncAttributeMaxDynamicSharedMemorySize, 232448));
+  const int T = all.rows.tokens;
+  for (int first = 0; first < T; first += kListRows) {
+    Problem p = all;
+    p.rows.first = first;
+    p.rows.tokens = std::min(T - first, kListRows);
+    Row* list = g_list;
+    int* count = (int*)(g_list + kListRows);
+    ManyShape s{p.layers * 2 * p.heads * D / 128, nullptr, nullptr, Runs::of(p.hidden)};
+    if (p.rows.tokens > kPlanRows) {
+      plan_kernel<<<1, kPlanThreads, 2 * kListRows * 4, st>>>(p.rows, list, count);
+      s.list = list;
+      s.list_count = count;
+    }
+    s = many_shape<G>(s, p.rows.tokens, 232448);
+    if (g_gather) s.as_they_lie = false;
+    int tiles = (p.rows.tokens + 64 * G - 1) / (64 * G) * s.head_tiles, each = (tiles + sms - 1) / sms;
+    cudaLaunchConfig_t c{};
+    c.gridDim = s.as_they_lie ? (tiles + each - 1) / each : std::min(sms, tiles);
+    c.blockDim = Many<G>::kThreads;
+    c.dynamicSmemBytes = many_shared_bytes<G>(s.stages, s.box);
+    c.stream = st;
+    cudaLaunchAttribute a[1];
+    c.attrs = a;
+    if (g_pdl) {
+      a[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      a[0].val.programmaticStreamSerializationAllowed = 1;
+      c.numAttrs = 1;
+    }
+    Problem q = p;
+    if (g_gather) q.rows.tokens = p.rows.tokens + 1, q.rows.slots.data = g_holed;
+    SPECSTATE_CK(cudaLaunchKernelEx(&c, k, m, rows_map(p.ctx, T, p.hidden, p.ctx_stride, s.box), q, s, Context{}));
+  }
+}
+template <int D>
+void launch_many(int G, const CUtensorMap& m, const Problem& p, int sms = 132) {
+  if (G == 1) launch_many_g<D, 1>(m, p, sms);
+  if (G == 2) launch_many_g<D, 2>(m, p, sms);
+  if (G == 3) launch_many_g<D, 3>(m, p, sms);
+}
+static int g_stages = 0, g_prefetched = 2;
+template <int D, int G>
+void launch_few_g(const CUtensorMap& m, const CUtensorMap& quarter, const Problem& p) {
+  auto k = few_rows<core::bfloat16, D, G>;
+  SPECSTATE_CK(cudaFuncSetAttribute(k, cudaFuncAttributeMaxDynamicSharedMemorySize, 232448));
+  const int T = p.rows.tokens;
+  static int n = 0;
+  cudaLaunchConfig_t c{};
+  cudaLaunchAttribute a[2];
+  a[0].id = cudaLaunchAttributeClusterDimension;
+  a[0].val.clusterDim.x = 2;
+  a[0].val.clusterDim.y = a[0].val.clusterDim.z = 1;
+  c.attrs = a;
+  c.numAttrs = 1;
+  c.blockDim = Few<D, G>::kThreads;
+  c.stream = st;
+  c.dynamicSmemBytes = 232448;
+  c.gridDim = 2;
+  if (!n) {
+    SPECSTATE_CK(cudaOccupancyMaxActiveClusters(&n, k, &c));
+    printf("few_rows<%d,%d>: %d clusters\n", D, G, n);
+  }
+  FewShape s{0, Runs::of(p.hidden)};
+  s.stages = g_stages;
+  s.prefetched = g_prefetched;
+  s.deal = Deal(p.layers, p.heads, n);
+  const Deal& deal = s.deal;
+  s = Few<D, G>::shape(s, T, p.layers, 232448);
+  s.places = D == 64 ? p.layers * p.heads : deal.used();
+  c.gridDim = 2 * n;
+  c.dynamicSmemBytes = Few<D, G>::shared_bytes(s.stages, s.box, p.layers);
+  if (g_pdl) {
+    a[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    a[1].val.programmaticStreamSerializationAllowed = 1;
+    c.numAttrs = 2;
+  }
+  SPECSTATE_CK(cudaLaunchKernelEx(&c, k, m, quarter, rows_map(p.ctx, T, p.hidden, p.ctx_stride, s.box), p, s, Context{}));
+}
+template <int D>
+void launch_few(const CUtensorMap& m, const CUtensorMap& quarter, const Problem& p) {
+  if (p.rows.tokens <= 64)
+    launch_few_g<D, 1>(m, quarter, p);
+  else
+    launch_few_g<D, 2>(m, quarter, p);
+}
+template <class T>
+T* dev(int64_t n) {
+  T* p;
+  SPECSTATE_CK(cudaMalloc(&p, n * sizeof(T)));
+  return p;
+}
+// ---- cuBLASLt
+struct Lt {
+  void* h;
+  void* handle;
+  int (*create)(void**);
+  int (*matmul)(void*, void*, const void*, const void*, void*, const void*, void*, const void*, const void*, void*, void*, void*,
+                const void*, void*, size_t, cudaStream_t);
+  int (*dcreate)(void**, int, int);
+  int (*dset)(void*, int, const void*, size_t);
+  int (*lcreate)(void**, int, uint64_t, uint64_t, int64_t);
+  int (*pcreate)(void**);
+  int (*pset)(void*, int, const void*, size_t);
+  int (*heur)(void*, void*, void*, void*, void*, void*, void*, int, void*, int*);
+  void* ws;
+  bool ok = false;
+  void init() {
+    h = dlopen("libcublasLt.so.13", RTLD_NOW);
+    if (!h) h = dlopen("/usr/local/cuda/lib64/libcublasLt.so.13", RTLD_NOW);
+    if (!h) h = dlopen("/usr/local/cuda/lib64/libcublasLt.so", RTLD_NOW);
+    if (!h) {
+      const char* e = getenv("CUBLASLT");
+      if (e) h = dlopen(e, RTLD_NOW);
+    }
+    if (!h) {
+      printf("no cublasLt: %s\n", dlerror());
+      return;
+    }
+    auto s = [&](const char* n) { return dlsym(h, n); };
+    *(void**)&create = s("cublasLtCreate");
+    *(void**)&matmul = s("cublasLtMatmul");
+    *(void**)&dcreate = s("cublasLtMatmulDescCreate");
+    *(void**)&dset = s("cublasLtMatmulDescSetAttribute");
+    *(void**)&lcreate = s("cublasLtMatrixLayoutCreate");
+    *(void**)&pcreate = s("cublasLtMatmulPreferenceCreate");
+    *(void**)&pset = s("cublasLtMatmulPreferenceSetAttribute");
+    *(void**)&heur = s("cublasLtMatmulAlgoGetHeuristic");
+    create(&handle);
+    ws = dev<char>(64 << 20);
+    ok = true;
+  }
+  struct Plan {
+    void *d, *a, *b, *c;
+    char algo[8][96];
+    int n;
+  };
+  struct Heur {
+    uint64_t algo[8];
+    size_t ws;
+    int state;
+    float waves;
+    int res[4];
+  };
+  std::vector<Heur> hs;
+  // C[T,N] = X[T,H] W[N,H]^T : column-major N x T = W(op T) X
+  Plan plan(int T, int N, int H) {
+    Plan p{};
+    dcreate(&p.d, 68, 0);
+    int t = 1;
+    dset(p.d, 3, &t, 4);
+    lcreate(&p.a, 14, H, N, H);
+    lcreate(&p.b, 14, H, T, H);
+    lcreate(&p.c, 14, N, T, N);
+    void* pref;
+    pcreate(&pref);
+    uint64_t w = 64 << 20;
+    pset(pref, 1, &w, 8);
+    hs.assign(8, Heur{});
+    int got = 0;
+    int r = heur(handle, p.d, p.a, p.b, p.c, p.c, pref, 8, hs.data(), &got);
+    p.n = got;
+    if (r || !got) printf("heur %d %d\n", r, got);
+    return p;
+  }
+  void run(Plan& p, int i, const void* w, const void* x, void* y) {
+    float one = 1, zero = 0;
+    int r = matmul(handle, p.d, &one, w, p.a, x, p.b, &zero, y, p.c, y, p.c, hs[i].algo, ws, 64 << 20, st);
+    if (r) {
+      printf("matmul %d\n", r);
+    }
+  }
+};
+int main(int argc, char** argv) {
+  setvbuf(stdout, nullptr, _IOLBF, 0);
+  bool quick = argc > 1, timing = quick && !strcmp(argv[1], "time"), tiny = quick && !strcmp(argv[1], "tiny"),
+       few = argc > 2 && !strcmp(argv[2], "few");
+  SPECSTATE_CK(cudaMalloc(&g_list, kListRows * 16 + 64));
+  SPECSTATE_CK(cudaFuncSetAttribute(plan_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 2 * kListRows * 4));
+  SPECSTATE_CK(cudaStreamCreate(&st));
+  cudaDriverEntryPointQueryResult q;
+  void* f;
+  SPECSTATE_CK(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &f, cudaEnableDefault, &q));
+  encode = (Encode)f;
+  unsigned long long* stat = dev<unsigned long long>(16);
+  int* flag = dev<int>(2);
+  SPECSTATE_CK(cudaMemset(flag, 0, 8));
+  auto check = [&](const char* name, int H, int L, int N, int D, int R, int T, int W, bool neox, bool ran, bool usebias, int many_only) {
+    int G = L * 2 * N;
+    int64_t rows = (int64_t)G * D;
+    int64_t slots = 2 * T + 16;
+    auto* w = dev<__nv_bfloat16>(rows * H);
+    auto* x = dev<__nv_bfloat16>((int64_t)T * H);
+    auto* norm = dev<__nv_bfloat16>(L * D);
+    auto* bias = dev<__nv_bfloat16>(rows);
+    auto* eps = dev<float>(L);
+    int P = 4096;
+    auto* table = dev<float>(P * R);
+    auto* pos = dev<int64_t>(T);
+    auto* slot = dev<int64_t>(T);
+    int* written = dev<int>(T);
+    auto* commit = dev<int>(T);
+    fill<<<1024, 256, 0, st>>>(w, rows * H, 1 / sqrtf(H), 0, 1);
+    fill<<<256, 256, 0, st>>>(x, (int64_t)T * H, 1, 0, 2);
+    fill<<<1, 256, 0, st>>>(norm, L * D, 0.3f, 1, 3);
+    fill<<<64, 256, 0, st>>>(bias, rows, 0.5f, 0, 4);
+    std::vector<float> he(L, 1e-6f), ht(P * R);
+    for (int i = 0; i < P; i++)
+      for (int j = 0; j < R / 2; j++) {
+        float a = i * (float)(1 / pow(1e4, 2.0 * j / R));
+        ht[i * R + j] = cosf(a);
+        ht[i * R + R / 2 + j] = sinf(a);
+      }
+    std::vector<int64_t> hp(T), hs(T);
+    std::vector<int> hw(T), hc(T, 0);
+    srand(7);
+    std::vector<int64_t> perm(slots);
+    for (int i = 0; i < slots; i++) perm[i] = i;
+    for (int i = slots - 1; i > 0; i--) std::swap(perm[i], perm[rand() % (i + 1)]);
+    for (int i = 0; i < T; i++) {
+      hp[i] = rand() % P;
+      hs[i] = perm[i];
+      if (many_only == 2) continue;
+      if (rand() % 8 == 0) hs[i] = -3;
+      if (i > 8 && rand() % 8 == 0) hs[i] = hs[rand() % i];
+    }
+    int win = W ? W : T;
+    if (W)
+      for (int i = 0; i < T / W; i++) hc[i] = rand() % (W + 1);
+    for (int i = 0; i < T; i++) hw[i] = hs[i] >= 0 && (!W || i % win < hc[i / win]);
+    for (int i = 0; i < T; i++)
+      if (hw[i])
+        for (int j = i + 1; j < T; j++)
+          if (hw[j] && hs[j] == hs[i]) {
+            hw[i] = 0;
+            break;
+          }
+    std::vector<unsigned char> named(slots, 0);
+    int cnt = 0;
+    for (int i = 0; i < T; i++)
+      if (hw[i]) named[hs[i]] = 1, cnt++;
+    auto* dn = dev<unsigned char>(slots);
+    SPECSTATE_CK(cudaMemcpy(dn, named.data(), slots, cudaMemcpyHostToDevice));
+    SPECSTATE_CK(cudaMemcpy(eps, he.data(), L * 4, cudaMemcpyHostToDevice));
+    SPECSTATE_CK(cudaMemcpy(table, ht.data(), ht.size() * 4, cudaMemcpyHostToDevice));
+    SPECSTATE_CK(cudaMemcpy(pos, hp.data(), T * 8, cudaMemcpyHostToDevice));
+    SPECSTATE_CK(cudaMemcpy(slot, hs.data(), T * 8, cudaMemcpyHostToDevice));
+    SPECSTATE_CK(cudaMemcpy(written, hw.data(), T * 4, cudaMemcpyHostToDevice));
+    SPECSTATE_CK(cudaMemcpy(commit, hc.data(), T * 4, cudaMemcpyHostToDevice));
+    auto* proj = dev<double>((int64_t)T * rows);
+    auto* sums = dev<float>((int64_t)T * rows);
+    ref_product<<<dim3(rows / 8, std::min((T + 7) / 8, 16)), 256, 0, st>>>(x, w, usebias ? bias : nullptr, proj, sums, T, rows, H);
+    int64_t pool = (int64_t)L * slots * N * D;
+    uint16_t *kp[7], *vp[7];
+    for (int i = 0; i < 7; i++) {
+      kp[i] = dev<uint16_t>(pool);
+      vp[i] = dev<uint16_t>(pool);
+      SPECSTATE_CK(cudaMemset(kp[i], 0x5A, pool * 2));
+      SPECSTATE_CK(cudaMemset(vp[i], 0x5A, pool * 2));
+    }
+    CUtensorMap m4 = make_map(w, rows, H, 4), m1 = make_map(w, rows, H, 1);
+    int first_ran = -1;
+    static const char* names[7] = {"few_rows", "1 group", "2 groups", "3 groups", "2, 7 blocks", "3, 7 blocks", "1, 3 blocks"};
+    for (int v = 0; v < 7; v++) {
+      if (v == 0 && (!few || T > 128 || H > 4096)) continue;
+      if ((v == 1 || v == 6) && T > 64) continue;
+      Problem p{};
+      p.rows = {{slot, true, W ? (int64_t)W : 0, 1}, {pos, true, 0, 1}, {W ? commit : nullptr, false, 0, 1}, 0, T, win, slots, P, flag};
+      p.ctx = x;
+      p.ctx_stride = H;
+      p.hidden = H;
+      p.heads = N;
+      p.layers = L;
+      p.first_layer = 0;
+      if (usebias) p.bias = {bias, DType::kBFloat16, 1};
+      p.bias_layer = 2 * N * D;
+      p.norm = {norm, DType::kBFloat16, 1};
+      p.norm_layer = D;
+      p.eps = {eps, DType::kFloat32, 1};
+      p.table = table;
+      p.table_row = R;
+      p.table_layer = 0;
+      p.rotary_dim = R;
+      p.is_neox_style = neox;
+      p.round_after_norm = ran;
+      p.k_dtype = p.v_dtype = DType::kBFloat16;
+      p.k_wide = p.v_wide = true;
+      for (int l = 0; l < L; l++) {
+        p.target[0][l] = {{kp[v] + l * slots * N * D, (int64_t)N * D, D, 1}, 1};
+        p.target[1][l] = {{vp[v] + l * slots * N * D, (int64_t)N * D, D, 1}, 1};
+      }
+      const int of[7] = {0, 1, 2, 3, 2, 3, 1}, sms = v < 4 ? 132 : v == 6 ? 3 : 7;
+      if (v == 0) {
+        if (D == 128)
+          launch_few<128>(m4, m1, p);
+        else
+          launch_few<64>(m4, m1, p);
+      } else if (D == 128)
+        launch_many<128>(of[v], m4, p, sms);
+      else
+        launch_many<64>(of[v], m4, p, sms);
+      cudaError_t e = cudaStreamSynchronize(st);
+      if (e) {
+        printf("%s form %d: %s\n", name, v, cudaGetErrorString(e));
+        exit(1);
+      }
+      SPECSTATE_CK(cudaMemsetAsync(stat, 0, 128, st));
+      compare<<<((int64_t)T * G + 127) / 128, 128, 0, st>>>(proj, sums, norm, eps, table, pos, slot, written, (__nv_bfloat16*)kp[v],
+                                                            (__nv_bfloat16*)vp[v], T, L, N, D, R, neox, ran, slots, stat);
+      stray<<<512, 256, 0, st>>>(kp[v], pool, slots, N * D, dn, stat + 6);
+      stray<<<512, 256, 0, st>>>(vp[v], pool, slots, N * D, dn, stat + 6);
+      if (first_ran < 0) first_ran = v;
+      differ<<<512, 256, 0, st>>>(kp[v], kp[first_ran], pool, stat + 7);
+      differ<<<512, 256, 0, st>>>(vp[v], vp[first_ran], pool, stat + 7);
+      unsigned long long s[16];
+      SPECSTATE_CK(cudaMemcpyAsync(s, stat, 128, cudaMemcpyDeviceToHost, st));
+      SPECSTATE_CK(cudaStreamSynchronize(st));
+      failed |= s[2] || s[5] || s[6] || s[7] || 100.0 * s[1] > 0.1 * std::max(s[0], 20000ull);
+      printf(
+          "%-16s %-12s rows %4d/%4d: V %llu off %.4f%% bad %llu | K off %.3f%% bad %llu | stray %llu | differs from the first form %llu\n",
+          name, names[v], cnt, T, s[0], 100.0 * s[1] / std::max(1ull, s[0]), s[2], 100.0 * s[4] / std::max(1ull, s[3]), s[5], s[6], s[7]);
+    }
+    for (void* p : {(void*)w, (void*)x, (void*)norm, (void*)bias, (void*)eps, (void*)table, (void*)pos, (void*)slot, (void*)written,
+                    (void*)commit, (void*)dn, (void*)proj, (void*)sums})
+      cudaFree(p);
+    for (int i = 0; i < 7; i++) {
+      cudaFree(kp[i]);
+      cudaFree(vp[i]);
+    }
+  };
+  bool trace_run = quick && !strcmp(argv[1], "trace");
+  if (trace_run) timing = true;
+  if (!timing) {
+    if (!tiny) {
+      check("8B", 4096, 5, 8, 128, 128, 1, 0, true, false, false, 0);
+      check("8B", 4096, 5, 8, 128, 128, 16, 0, true, false, false, 0);
+      check("8B bias ran", 4096, 5, 8, 128, 128, 64, 16, true, true, true, 0);
+      check("4B partial", 2560, 5, 8, 128, 64, 37, 0, true, false, false, 0);
+    }
+    check("interleaved", 1024, 2, 8, 128, 128, 64, 0, false, false, true, 0);
+    check("interleaved 64", 1024, 2, 8, 128, 64, 64, 0, false, false, true, 0);
+    check("R32", 1024, 2, 2, 128, 32, 50, 0, true, false, false, 0);
+    check("D64 N1 R32", 1024, 3, 1, 64, 32, 33, 0, true, false, true, 0);
+    check("D64 N3 R64", 576, 3, 3, 64, 64, 64, 8, true, false, false, 0);
+    check("D64 inter", 640, 3, 2, 64, 32, 64, 8, false, true, false, 0);
+    check("D64 R16", 640, 3, 2, 64, 16, 64, 8, true, true, false, 0);
+    if (!tiny) {
+      check("many 8B", 4096, 5, 8, 128, 128, 300, 0, true, false, false, 1);
+      check("many 8B w16", 4096, 5, 8, 128, 128, 512, 16, true, false, true, 1);
+      check("many", 4096, 5, 8, 128, 128, 1024, 0, true, false, false, 1);
+      check("dense", 4096, 5, 8, 128, 128, 500, 0, true, false, false, 2);
+      check("dense 9 heads", 2560, 1, 9, 128, 128, 700, 0, true, false, true, 2);
+      check("dense D64", 1024, 1, 3, 64, 64, 260, 0, true, true, true, 2);
+      check("dense inter", 512, 3, 1, 128, 128, 130, 0, false, true, true, 2);
+      check("K3", 7168, 6, 8, 128, 128, 64, 16, true, false, false, 0);
+      check("8B 128", 4096, 5, 8, 128, 128, 128, 16, true, false, true, 0);
+      check("8B 100", 4096, 5, 8, 128, 128, 100, 0, true, false, false, 0);
+      check("8B 200", 4096, 5, 8, 128, 128, 200, 0, true, false, true, 0);
+      check("8B 512", 4096, 5, 8, 128, 128, 512, 16, true, false, true, 0);
+      check("D64 300", 1024, 3, 3, 64, 64, 300, 0, true, false, true, 0);
+      check("many 2100", 4096, 1, 8, 128, 128, 2100, 0, true, false, false, 1);
+    }
+    check("tiny many", 512, 1, 1, 128, 128, 200, 8, true, false, true, 1);
+  }
+  printf("%s\n", failed ? "FAILED" : "all forms right");
+  if (!timing) return failed;
+  // times
+  int L = 5, N = 8, D = 128, R = 128;
+  int G = L * 2 * N;
+  int64_t rows = (int64_t)G * D;
+  Lt lt;
+  lt.init();
+  for (int H : {4096, 2560}) {
+    int copies = 3;
+    std::vector<__nv_bfloat16*> w(copies);
+    for (auto& x : w) {
+      x = dev<__nv_bfloat16>(rows * H);
+      fill<<<1024, 256, 0, st>>>(x, rows * H, 1 / sqrtf(H), 0, (uint64_t)x);
+    }
+    int TM = 16384;
+    auto* x = dev<__nv_bfloat16>((int64_t)TM * H * 2);
+    fill<<<1024, 256, 0, st>>>(x, (int64_t)TM * H * 2, 1, 0, 2);
+    int64_t slots = TM + 16;
+    auto* kp = dev<uint16_t>(L * slots * N * D);
+    auto* vp = dev<uint16_t>(L * slots * N * D);
+    auto* norm = dev<__nv_bfloat16>(L * D);
+    fill<<<1, 256, 0, st>>>(norm, L * D, 0.3f, 1, 3);
+    auto* eps = dev<float>(L);
+    SPECSTATE_CK(cudaMemset(eps, 0, L * 4));
+    int P = 40960;
+    auto* table = dev<float>((int64_t)P * R);
+    fill<<<256, 256, 0, st>>>((__nv_bfloat16*)table, (int64_t)P * R * 2, 0.5f, 0, 9);
+    auto* pos = dev<int64_t>(TM);
+    auto* slot = dev<int64_t>(TM);
+    std::vector<int64_t> h(TM), hs(TM);
+    for (int i = 0; i < TM; i++) h[i] = i, hs[i] = (i * 7) % slots;
+    SPECSTATE_CK(cudaMemcpy(pos, h.data(), TM * 8, cudaMemcpyHostToDevice));
+    SPECSTATE_CK(cudaMemcpy(slot, hs.data(), TM * 8, cudaMemcpyHostToDevice));
+    auto* y = dev<__nv_bfloat16>((int64_t)TM * rows);
+    g_holed = dev<int64_t>(TM);
+    auto problem = [&](int T, int i) {
+      Problem p{};
+      p.rows = {{slot, true, 0, 1}, {pos, true, 0, 1}, {nullptr, false, 0, 1}, 0, T, T, slots, P, flag};
+      p.ctx = x + (i % 2) * (int64_t)TM * H;
+      p.ctx_stride = H;
+      p.hidden = H;
+      p.heads = N;
+      p.layers = L;
+      p.norm = {norm, DType::kBFloat16, 1};
+      p.norm_layer = D;
+      p.eps = {eps, DType::kFloat32, 1};
+      p.table = table;
+      p.table_row = R;
+      p.rotary_dim = R;
+      p.is_neox_style = true;
+      p.k_dtype = p.v_dtype = DType::kBFloat16;
+      p.k_wide = p.v_wide = true;
+      for (int l = 0; l < L; l++) {
+        p.target[0][l] = {{kp + l * slots * N * D, (int64_t)N * D, D, 1}, 1};
+        p.target[1][l] = {{vp + l * slots * N * D, (int64_t)N * D, D, 1}, 1};
+      }
+      return p;
+    };
+    std::vector<CUtensorMap> m4, m2, m4n, m2n, m2n2, m1, m64n, m16n;
+    for (auto p : w) {
+      m4.push_back(make_map(p, rows, H, 4));
+      m2.push_back(make_map(p, rows, H, 1));
+      m4n.push_back(make_map(p, rows, H, 4, false));
+      m2n.push_back(make_map(p, rows, H, 1, false));
+      m2n2.push_back(make_map(p, rows, H, 2, false));
+      m64n.push_back(make_map(p, rows, H, 2, false));
+      m16n.push_back(make_map(p, rows, H, 0, false));
+      m1.push_back(make_map(p, rows, H, 1));
+    }
+    printf("H %d: weights %.1f MB; %.2f us at 4.3 TB/s\n", H, rows * H * 2e-6, rows * H * 2 / 4.3e6);
+    for (int g : {132, 264, 528})
+      printf("stream %d blocks: %.2f us\n", g,
+             time_graph(9, [&](int i) { stream<<<g, 512, 0, st>>>((uint4*)w[i % 3], rows * H / 8, (uint4*)y); }));
+    for (int g : {132, 264})
+      printf("stream 8 sets of 1/..: small 8MB %d: %.2f us\n", g,
+             time_graph(9, [&](int i) { stream<<<g, 512, 0, st>>>((uint4*)w[i % 3], 1 << 19, (uint4*)y); }));
+    auto pr = [&](const char* n, std::vector<CUtensorMap>& m, int grid, int slices, int stages, int jh, int rotate, int pair,
+                  bool pdl = false) {
+      SPECSTATE_CK(cudaFuncSetAttribute(probe, cudaFuncAttributeMaxDynamicSharedMemorySize, 232448 - 1024));
+      int smem = std::min(232448 - 1024, stages * pair * jh * 32 * 128 + 1024);
+      double us = time_graph(9, [&](int i) { probe<<<grid, 64, smem, st>>>(m[i % 3], G, slices, stages, H / 64, jh, 1, rotate, pair); });
+      printf("probe %-22s grid %d slices %d stages %d rows %d rotate %d pair %d: %.2f us\n", n, grid, slices, stages, jh * 32, rotate, pair,
+             us);
+    };
+    auto pairs = [&](int kind, int stages, int cluster, std::vector<CUtensorMap>& big, std::vector<CUtensorMap>& small) {
+      SPECSTATE_CK(cudaFuncSetAttribute(probe_pairs, cudaFuncAttributeMaxDynamicSharedMemorySize, 232448 - 1024));
+      cudaLaunchConfig_t c{};
+      cudaLaunchAttribute a[1];
+      a[0].id = cudaLaunchAttributeClusterDimension;
+      a[0].val.clusterDim.x = cluster;
+      a[0].val.clusterDim.y = a[0].val.clusterDim.z = 1;
+      c.attrs = a;
+      c.numAttrs = cluster > 1;
+      c.gridDim = 128;
+      c.blockDim = 64;
+      c.stream = st;
+      c.dynamicSmemBytes = std::min(232448 - 1024, std::max(stages * (kind ? 80 : 160) * 128 + 1024, 120 * 1024));
+      double us =
+          time_graph(9, [&](int i) { SPECSTATE_CK(cudaLaunchKernelEx(&c, probe_pairs, big[i % 3], small[i % 3], kind, stages, H / 64)); });
+      printf("pairs kind %d cluster %d stages %d (%d KB under way): %.2f us\n", kind, cluster, stages, stages * (kind ? 10 : 20), us);
+    };
+    if (!trace_run) {
+      for (int cl : {1, 2})
+        for (int s : {3, 4, 5, 6, 8, 10}) pairs(0, s, cl, m4n, m2n);
+      for (int s : {5, 8, 12, 16, 20}) pairs(1, s, 1, m64n, m16n);
+      pr("whole rows", m4n, 80, 1, 13, 4, 0, 1);
+      pr("whole rows, turned", m4n, 80, 1, 13, 4, 5, 1);
+      pr("whole rows, turned", m4n, 80, 1, 13, 4, 1, 1);
+      pr("whole rows, 256 bytes", m4n, 80, 1, 6, 4, 0, 2);
+      pr("whole rows, promoted", m4, 80, 1, 13, 4, 0, 1);
+      pr("whole rows, 256 prom.", m4, 80, 1, 6, 4, 0, 2);
+      pr("half rows", m4n, 80, 2, 13, 4, 0, 1);
+      pr("8 slices", m4n, 120, 8, 13, 4, 0, 1);
+      pr("8 slices turned", m4n, 120, 8, 13, 4, 1, 1);
+      pr("4 slices", m4n, 80, 4, 13, 4, 0, 1);
+      pr("64 rows", m2n2, 132, 1, 26, 2, 0, 1);
+      pr("64 rows 256 bytes", m2n2, 132, 1, 13, 2, 0, 2);
+    }
+#ifdef SPECSTATE_DRAFT_KV_TRACE
+    for (int form : {0, 1})
+      for (int T : {1, 16, 64, 128}) {
+        int gr = T > 64 ? 2 : 1;
+        auto* zero = dev<char>(256 << 20);
+        for (int i = 0; i < 4; i++) {
+          SPECSTATE_CK(cudaMemsetAsync(zero, i, 256 << 20, st));
+          if (i == 3) {
+            void* at;
+            SPECSTATE_CK(cudaGetSymbolAddress(&at, trace_of));
+            SPECSTATE_CK(cudaMemsetAsync(at, 0, sizeof(trace_of), st));
+          }
+          if (form == 0)
+            launch_few<128>(m4n[i % 3], m2n[i % 3], problem(T, i));
+          else
+            launch_many<128>(gr, m4n[i % 3], problem(T, i));
+        }
+        SPECSTATE_CK(cudaStreamSynchronize(st));
+        cudaFree(zero);
+        static unsigned long long h[132][kTracePoints + 2];
+        SPECSTATE_CK(cudaMemcpyFromSymbol(h, trace_of, sizeof h));
+        static const char* point[kTracePoints] = {"start", "asked", "first stage", "last stage", "summed", "plan there", "finished"};
+        printf("%s H %d T %d, cycles", form ? "many" : "few", H, T);
+        printf(" since a block's start:");
+        for (int q = 1; q < kTracePoints; q++) {
+          std::vector<long long> v;
+          for (int b = 0; b < 132; b++)
+            if (h[b][0] && h[b][q]) v.push_back(h[b][q] - h[b][0]);
+          std::sort(v.begin(), v.end());
+          if (v.size()) printf("  %s %lld %lld %lld", point[q], v[0], v[v.size() / 2], v.back());
+        }
+        unsigned long long s0 = ~0ull, s1 = 0, e0 = ~0ull, e1 = 0;
+        for (int b = 0; b < 132; b++)
+          if (h[b][0]) {
+            auto a = h[b][kTracePoints], e = h[b][kTracePoints + 1];
+            s0 = std::min(s0, a);
+            s1 = std::max(s1, a);
+            e0 = std::min(e0, e);
+            e1 = std::max(e1, e);
+          }
+        printf("; ns: blocks start within %llu, the first ends at %llu, the last at %llu\n", s1 - s0, e0 - s0, e1 - s0);
+        if (T == 1)
+          for (int b = 0; b < 132; b++)
+            if (h[b][0]) printf("%llu-%llu ", h[b][kTracePoints] - s0, h[b][kTracePoints + 1] - s0);
+        printf("\n");
+      }
+#endif
+    if (trace_run) continue;
+    for (int T : {1, 4, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192, 16384}) {
+      if ((T > 1024 && H != 4096) || (few && T > 512)) continue;
+      int n = T > 4096 ? 2 : T > 1024 ? 3 : 9, samples = T > 1024 ? 5 : 11;
+      printf("T %d:", T);
+      for (int form = 0; form < 8; form++) {
+        int gr = form < 4 ? form : form < 6 ? 1 : form - 4;
+        bool pdl = form == 4, gather = form >= 6;
+        double v;
+        if (form == 0) {
+          if (!few || T > 128) continue;
+          for (int pre : {0, 2, 4}) {
+            g_prefetched = pre;
+            for (bool pdl : {false, true}) {
+              g_pdl = pdl;
+              v = time_graph(
+                  n, [&](int i) { launch_few<128>(m4n[i % 3], m2n[i % 3], problem(T, i)); }, samples);
+              printf(" few_rows(%d%s) %.2f", pre, pdl ? " pdl" : "", v);
+            }
+          }
+          g_prefetched = 2;
+          for (int stg : {4, 6}) {
+            g_stages = stg;
+            v = time_graph(
+                n, [&](int i) { launch_few<128>(m4n[i % 3], m2n[i % 3], problem(T, i)); }, samples);
+            printf(" few_rows(%d stages pdl) %.2f", stg, v);
+          }
+          g_stages = 0;
+          g_pdl = false;
+          continue;
+        }
+        if (form == 5) {
+          if (T > 64) continue;
+          v = time_graph(
+              n, [&](int i) { launch_many<128>(1, m4[i % 3], problem(T, i)); }, samples);
+          printf(" 1 promoted %.2f", v);
+          continue;
+        }
+        if ((gr == 1 && T > 64) || (gather && (T < 65 || T > 1023)) || (T <= 16 && gr == 3)) continue;
+        if (gather) {
+          std::vector<int64_t> holed = hs;
+          holed[T] = -1;
+          SPECSTATE_CK(cudaMemcpy(g_holed, holed.data(), TM * 8, cudaMemcpyHostToDevice));
+        }
+        g_pdl = pdl;
+        g_gather = gather;
+        bool once = T <= 128;
+        v = time_graph(
+            n, [&](int i) { launch_many<128>(gr, (once ? m4n : m4)[i % 3], problem(T, i)); }, samples);
+        g_pdl = g_gather = false;
+        printf(" %d%s %.2f", gr, pdl ? " pdl" : gather ? " gathered" : "", v);
+      }
+      double best = 1e9;
+      if (lt.ok) {
+        auto pl = lt.plan(T, rows, H);
+        for (int j = 0; j < std::min(pl.n, 4); j++)
+          best = std::min(best, time_graph(
+                                    n, [&](int i) { lt.run(pl, j, w[i % 3], x + (i % 2) * (int64_t)TM * H, y); }, samples));
+      }
+      printf(" | cublasLt best of 4 %.2f, floor %.2f\n", best, std::max(rows * H * 2 / 4.3e6, 2.0 * T * rows * H / 850e6));
+    }
+    for (auto p : w) cudaFree(p);
+    cudaFree(x);
+    cudaFree(kp);
+    cudaFree(vp);
+    cudaFree(table);
+    cudaFree(y);
+  }
+  {
+    int hf;
+    SPECSTATE_CK(cudaMemcpy(&hf, flag, 4, cudaMemcpyDeviceToHost));
+    printf("flag %d\n", hf);
+  }
+}
