@@ -170,6 +170,14 @@ __global__ void __launch_bounds__(kAcceptThreads) accept_kernel(const __grid_con
   ptx::wait_for_previous();
   const Row row = row_of(x, b);
   if (!row.valid) return;  // the same in all blocks of the cluster
+  // What does not stand leaves the tail. By the warps that have rows last, if at all.
+  const u32 others = (row.width - row.taken) * all.layers;
+  if (threadIdx.x >= kAcceptThreads - 64)
+    for (u32 i = rank * 64 + threadIdx.x - (kAcceptThreads - 64); i < others; i += all.cluster * 64) {
+      const u32 j = i / all.layers;
+      const AcceptLayer& l = all.layer[i - j * all.layers];
+      if (l.last) l.tables.slot_tokens(row.r, tail_column(x, row.length + row.taken + j)) = -1;
+    }
   const u32 work = row.taken * all.layers;
   // A group's last layer comes last of those of a position, so in no earlier round.
 #pragma unroll 1
@@ -217,13 +225,6 @@ __global__ void __launch_bounds__(kAcceptThreads) accept_kernel(const __grid_con
     }
     if (!stands || promote) t.slot_tokens(r, column) = -1;
     if (stands && l.hosts) x.host_locs.store(r, p, host);
-  }
-  // What does not stand leaves the tail.
-  const u32 others = (row.width - row.taken) * all.layers;
-  for (u32 i = rank * kAcceptThreads + threadIdx.x; i < others; i += all.cluster * kAcceptThreads) {
-    const u32 j = i / all.layers;
-    const AcceptLayer& l = all.layer[i - j * all.layers];
-    if (l.last) l.tables.slot_tokens(row.r, tail_column(x, row.length + row.taken + j)) = -1;
   }
   if (all.last && row.taken > 0 && rank == 0 && threadIdx.x == 0) x.lengths(row.r) = static_cast<std::int32_t>(row.length + row.taken);
 }
