@@ -4,8 +4,8 @@
 // one CTA, where a barrier costs 50 cycles and not 900. What it costs is instructions, 32 warps of them on one SM; so each step is one
 // short loop. The other CTAs of a cluster (small batches only) wait for their list and move rows.
 //
-//   selection, request, length -> the request's tables into shared memory (bulk copies) and the host row of every asked token (where the
-//   batch is small: a miss would wait for it), meanwhile the asked tokens into a hash table, where the smallest occurrence of each stays ->
+//   selection, request, length -> the request's tables into shared memory (bulk copies), meanwhile the asked tokens into a hash table, where
+//   the smallest occurrence of each stays ->
 //   every LRU position asks the table for its slot's token: a hit puts its position into the entry -> first occurrences that nobody hit and
 //   that have a host row miss -> ranks in that set and in the set of the positions that can be evicted: miss u takes the position of rank u ->
 //   (host row, device row) into the list of CTA u mod cluster -> tables, answers and the new order (a position's place is its rank in one
@@ -27,19 +27,14 @@ constexpr u32 kFirst =
     0x80000000u;          // in an entry: nobody holds the token; its smallest occurrence is in the low bits. Else an LRU position
 constexpr u32 kTake = 4;  // rows that a warp takes at once
 
-/// 8 bytes, asynchronously.
-__device__ __forceinline__ void async_pair(void* shared, const void* global) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(ptx::shared(shared)), "l"(global) : "memory");
-}
-
 /// Sizes and places in shared memory, the same for all CTAs of a launch.
 struct Plan {
   u32 cluster, cluster_bits;
-  u32 hot_words, asked_words;  // of a set, multiples of 128
-  u32 shift, mask;             // of the hash table
-  bool bulk, early;            // tables can be copied in bulk; host rows are read before they are known to be needed
+  u32 hot_words, asked_words;                                         // of a set, multiples of 128
+  u32 shift, mask;                                                    // of the hash table
+  bool bulk;                                                          // tables can be copied in bulk
   u32 out_step, host_step, token_step, lru_step, src_step, dst_step;  // bytes
-  u32 key, value, token, source, place, tokens, locs, lru, position, evictable, evictable_before, again, first, first_before, bytes;
+  u32 key, value, token, source, place, tokens, locs, lru, named, evictable, evictable_before, again, first, first_before, bytes;
 };
 struct Shared {
   u64 staged;  // barrier: the tables are here
@@ -91,12 +86,12 @@ struct Single {
   const SwapInSingleArgs& x;
   const CopyGeometry& copy;
   const Plan& plan;
-  std::byte* memory;
+  u32 memory;  // address of the shared memory; opaque, or the compiler would work it out from registers of the cluster everywhere anew
   u32 rank, parity;
 
   template <class T>
   __device__ __forceinline__ T* at(u32 offset) const {
-    return reinterpret_cast<T*>(memory + offset);
+    return static_cast<T*>(__cvta_shared_to_generic(memory + offset));
   }
   __device__ __forceinline__ u32* words(u32 offset) const { return at<u32>(offset); }
   __device__ __forceinline__ std::int32_t* token() const { return at<std::int32_t>(plan.token); }
@@ -149,7 +144,7 @@ struct Single {
   __device__ __forceinline__ void stage(i64 r) const {
     constexpr u32 kLruBytes = sizeof(Lru);
     if (plan.bulk) {
-      if (threadIdx.x == 0) {
+      if (threadIdx.x == kThreads - 32) {
         ptx::barrier_expect(&s().staged, hot() * (8 + kLruBytes));
         ptx::bulk_load(words(plan.lru), static_cast<const Lru*>(x.lru.data) + r * x.lru.s0, hot() * kLruBytes, &s().staged);
         ptx::bulk_load(words(plan.tokens), &x.slot_tokens(r, 0), 4 * hot(), &s().staged);
@@ -172,14 +167,13 @@ struct Single {
     const bool staged = !bad, full = seq > H;
     if (!bad) {
       stage(r);
-      if (threadIdx.x == 32) async_word(&s().newest_loc, &x.slot_locs(r, H));
+      if (threadIdx.x == kThreads - 32) async_word(&s().newest_loc, &x.slot_locs(r, H));
     }
 #pragma unroll 1
     for (i64 o = threadIdx.x; o < real; o += kThreads) {
       bad |= o != b && other == r;
       if (o + kThreads < real) other = load_wide(x.requests, o + kThreads, 0);
     }
-    __syncthreads();                                                     // the hash table is clear
     const u32 newest = static_cast<u32>(min(seq - 1, i64{0x80000000}));  // as no token is negative
     const void* const host_row = static_cast<const i64*>(x.host_locs.data) + (staged ? r * x.host_locs.s0 : 0);
     const u32 host_end = staged ? static_cast<u32>(min(x.context, i64{INT32_MAX})) : 0;
@@ -189,8 +183,6 @@ struct Single {
         const std::int32_t t = token()[i];
         u32 h = kEmpty;
         if (static_cast<u32>(t) < newest) {
-          if (plan.early && static_cast<u32>(t) < host_end)
-            async_pair(at<u64>(plan.source) + i, &element<const i64>(host_row, plan.host_step, static_cast<u32>(t)));
           h = home(t);
 #pragma unroll 1
           for (u32 old; (old = atomicCAS(words(plan.key) + h, kEmpty, static_cast<u32>(t))) != kEmpty && old != static_cast<u32>(t);)
@@ -223,38 +215,40 @@ struct Single {
     }
     // Every LRU position asks for the token of its slot.
     if (staged) {
-      const u32 device_rows = static_cast<u32>(min(copy.device_rows, i64{INT32_MAX}));
+      u32 wrong = 0, highest = 0;
 #pragma unroll 1
       for (u32 p = threadIdx.x; p - lane_id() < H; p += kThreads) {
         bool can = false;
         if (p < H) {
-          const u32 slot = slot_at(p);
-          can = true;
-          if (slot >= H)
-            bad = true;
-          else {
-            const std::int32_t t = at<std::int32_t>(plan.tokens)[slot];
-            // The list is a permutation if no slot is named twice.
-            bad |= static_cast<u32>(loc_of(p)) >= device_rows || atomicExch(words(plan.position) + slot, p) != kEmpty;
-            u32 h = home(t), key = words(plan.key)[h];
+          const u32 named = slot_at(p), slot = min(named, H - 1);
+          highest = max(highest, static_cast<u32>(loc_of(p)));
+          // The list is a permutation if it names slots only, and every slot.
+          wrong |= named ^ slot;
+          at<std::uint8_t>(plan.named)[slot] = 1;
+          const u32 t = words(plan.tokens)[slot];
+          u32 h = home(static_cast<std::int32_t>(t)), key = words(plan.key)[h];
 #pragma unroll 1
-            for (; key != static_cast<u32>(t) && key != kEmpty; key = words(plan.key)[h]) h = (h + 1) & plan.mask;
-            if (key != kEmpty) {
-              can = false;
-              const u32 old = atomicMin(words(plan.value) + h, p);
-              if (old < kFirst) {  // a damaged table: the older slot is the hit
-                const u32 loser = max(old, p);
-                atomicOr(words(plan.again) + (loser >> 5), 1u << (loser & 31u));
-              }
+          for (; key != t && key != kEmpty; key = words(plan.key)[h]) h = (h + 1) & plan.mask;
+          can = key == kEmpty;
+          if (!can) {
+            const u32 old = atomicMin(words(plan.value) + h, p);
+            if (old < kFirst) {  // a damaged table: the older slot is the hit
+              const u32 loser = max(old, p);
+              atomicOr(words(plan.again) + (loser >> 5), 1u << (loser & 31u));
             }
           }
         }
         const u32 word = __ballot_sync(kFull, can);
         if (lane_id() == 0) words(plan.evictable)[p >> 5] = word;
       }
+      bad |= wrong != 0 || static_cast<i64>(highest) >= copy.device_rows || highest > INT32_MAX;
     }
     __syncthreads();
-    // Who misses first.
+    if (staged)
+#pragma unroll 1
+      for (u32 i = threadIdx.x; i < (H + 3) / 4; i += kThreads)
+        bad |= words(plan.named)[i] != (H - 4 * i >= 4 ? 0x01010101u : 0x01010101u & below(8 * (H & 3u)));
+        // Who misses first.
 #pragma unroll 1
     for (u32 i = threadIdx.x; i - lane_id() < K; i += kThreads) {
       bool first = false;
@@ -266,8 +260,8 @@ struct Single {
           if (value == (kFirst | i)) {
             const u32 t = static_cast<u32>(token()[i]);
             if (t < host_end) {
-              u64& source = at<u64>(plan.source)[i];
-              if (!plan.early) source = static_cast<u64>(element<const i64>(host_row, plan.host_step, t));
+              const u64 source = static_cast<u64>(element<const i64>(host_row, plan.host_step, t));
+              words(plan.source)[i] = static_cast<u32>(source);
               first = source < static_cast<u64>(copy.host_rows);
             }
           }
@@ -310,8 +304,7 @@ struct Single {
         if (!is_first(i)) continue;
         const u32 u = number_of(i), p = victims()[u];
         words(plan.place)[i] = p;
-        *ptx::in_block(moves() + (u >> plan.cluster_bits), u & (plan.cluster - 1)) = {static_cast<u32>(at<u64>(plan.source)[i]),
-                                                                                      loc_of(slot_at(p))};
+        *ptx::in_block(moves() + (u >> plan.cluster_bits), u & (plan.cluster - 1)) = {words(plan.source)[i], loc_of(slot_at(p))};
       }
       __syncthreads();
       if (plan.cluster > 1) cluster_arrive();
@@ -336,7 +329,7 @@ struct Single {
           const u32 u = number_of(i);
           element<std::int32_t>(&x.slot_tokens(r, 0), plan.token_step, slot) = t;
           if (x.plan.src) {
-            element<i64>(&x.plan.src(b, 0), plan.src_step, u) = static_cast<i64>(at<u64>(plan.source)[i]);
+            element<i64>(&x.plan.src(b, 0), plan.src_step, u) = words(plan.source)[i];
             element<std::int32_t>(&x.plan.dst(b, 0), plan.dst_step, u) = loc;
           }
         }
@@ -347,11 +340,12 @@ struct Single {
     const void* const lru_row = static_cast<const Lru*>(x.lru.data) + r * x.lru.s0;
     if (evictable < H || misses > 0)
 #pragma unroll 1
-      for (u32 p = threadIdx.x; p < H; p += writers) {
-        const u32 word = words(plan.evictable)[p >> 5], before = words(plan.evictable_before)[p >> 5] + __popc(word & below(p & 31u));
-        const bool can = word >> (p & 31u) & 1u;
-        const u32 place = !can ? evictable + (p - before) : before < misses ? evictable - misses + before : before - misses;
-        element<Lru>(lru_row, plan.lru_step, place) = at<Lru>(plan.lru)[p];
+      for (u32 w = warp; w * 32 < H; w += writers / 32) {
+        const u32 word = words(plan.evictable)[w], p = w * 32 + lane_id(),
+                  before = words(plan.evictable_before)[w] + __popc(word & below(lane_id()));
+        const bool can = word >> lane_id() & 1u;
+        const u32 place = can ? before + (before < misses ? evictable : 0) - misses : evictable + (p - before);
+        if (p < H) element<Lru>(lru_row, plan.lru_step, place) = at<Lru>(plan.lru)[p];
       }
     if (threadIdx.x == 0 && x.plan.src) x.plan.count(b) = static_cast<std::int32_t>(misses);
     return staged;
@@ -362,7 +356,9 @@ template <class Lru>
 __global__ void __launch_bounds__(kThreads, 1) single_kernel(const __grid_constant__ SwapInSingleArgs x,
                                                              const __grid_constant__ CopyGeometry copy, const __grid_constant__ Plan plan) {
   extern __shared__ __align__(16) std::byte memory[];
-  Single<Lru> single{x, copy, plan, memory, ptx::cluster_rank(), 0};
+  u32 base = ptx::shared(memory);
+  asm volatile("" : "+r"(base));
+  Single<Lru> single{x, copy, plan, base, ptx::cluster_rank(), 0};
   if (threadIdx.x == 0) {
     ptx::barrier_init(&single.s().staged, 1);
     ptx::fence_barriers();
@@ -385,7 +381,7 @@ __global__ void __launch_bounds__(kThreads, 1) single_kernel(const __grid_consta
       for (u32 i = threadIdx.x; i < (plan.mask + 1) / 2; i += kThreads)
         single.template at<uint4>(plan.key)[i] = {kEmpty, kEmpty, kEmpty, kEmpty};
 #pragma unroll 1
-      for (u32 i = threadIdx.x; i < single.hot(); i += kThreads) single.words(plan.position)[i] = kEmpty;
+      for (u32 i = threadIdx.x; i < (single.hot() + 3) / 4; i += kThreads) single.words(plan.named)[i] = 0;
 #pragma unroll 1
       for (u32 i = threadIdx.x; i < plan.hot_words; i += kThreads) single.words(plan.evictable)[i] = single.words(plan.again)[i] = 0;
 #pragma unroll 1
@@ -400,6 +396,7 @@ __global__ void __launch_bounds__(kThreads, 1) single_kernel(const __grid_consta
         single.padding(b);
         continue;
       }
+      __syncthreads();  // all is clear
       if (plan.cluster > 1) cluster_arrive_quietly();
       if (single.lead(b, real, r, seq, other)) single.parity ^= 1;
     } else {
@@ -428,7 +425,6 @@ Plan make_plan(const SwapInSingleArgs& x, u32 cluster, u32 entries) {
   while ((u64{1} << bits) < entries * static_cast<u64>(K)) ++bits;
   p.shift = 32 - bits;
   p.mask = (1u << bits) - 1;
-  p.early = x.batch <= 16;
   const auto step = [](i64 s1, i64 bytes) { return static_cast<u32>(s1 * bytes); };
   p.out_step = step(x.out.s1, 4), p.host_step = step(x.host_locs.s1, 8), p.token_step = step(x.slot_tokens.s1, 4);
   p.lru_step = step(x.lru.s1, x.lru.bytes), p.src_step = step(x.plan.src.s1, 8), p.dst_step = step(x.plan.dst.s1, 4);
@@ -436,12 +432,12 @@ Plan make_plan(const SwapInSingleArgs& x, u32 cluster, u32 entries) {
   p.key = take(1u << bits);
   p.value = take(1u << bits);
   p.token = take(K);
-  p.source = take(2 * K);
+  p.source = take(K);
   p.place = take(K);
   p.tokens = take(H);
   p.locs = take(H);
   p.lru = take((static_cast<u32>(x.lru.bytes) * H + 3) / 4);
-  p.position = take(H);
+  p.named = take((H + 3) / 4);
   p.evictable = take(p.hot_words);
   p.evictable_before = take(p.hot_words);
   p.again = take(p.hot_words);
