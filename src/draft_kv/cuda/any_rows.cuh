@@ -24,6 +24,24 @@ struct AnyShared {
   int bucket[2 * kAnyThreads * 4], warp_count[kAnyThreads / 32];
 };
 
+/// Several values whose loads are in flight together; `where` says whether there is a u-th, and at which element (else it is 0).
+template <int kCount, class Where>
+__device__ __forceinline__ void values_at(const void* data, DType dtype, float (&to)[kCount], Where where) {
+  const auto all = [&](auto read) {
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) {
+      std::int64_t at = 0;
+      to[u] = where(u, at) ? read(at) : 0.0f;
+    }
+  };
+  if (dtype == DType::kBFloat16)
+    all([&](std::int64_t i) { return core::to_float(static_cast<const core::bfloat16*>(data)[i]); });
+  else if (dtype == DType::kFloat32)
+    all([&](std::int64_t i) { return static_cast<const float*>(data)[i]; });
+  else
+    all([&](std::int64_t i) { return value_at(data, dtype, i); });
+}
+
 /// The block's rows are kAnyRows of the list from blockIdx.x * kAnyRows on, its head is blockIdx.y.
 __global__ void __launch_bounds__(kAnyThreads) any_rows(const __grid_constant__ Problem p, const __grid_constant__ AnyShape s) {
   extern __shared__ unsigned char shared_memory[];
@@ -47,26 +65,36 @@ __global__ void __launch_bounds__(kAnyThreads) any_rows(const __grid_constant__ 
   const int thread = threadIdx.x, row = thread / 16, quarter = thread % 16;
   const std::int64_t hidden = s.ctx.sizes[1];
   for (int c0 = 0; c0 < channels; c0 += kAnyColumns) {
-    float sum[4] = {};
+    float sum[4] = {}, x_ahead[kAnyRows * kAnyDepth / kAnyThreads], w_ahead[kAnyColumns * kAnyDepth / kAnyThreads];
+    // The next values are on their way while these are multiplied: few rows are a chain of latencies.
+    const auto fetch = [&](std::int64_t k0) {
+      const int k = thread % kAnyDepth, line = thread / kAnyDepth;
+      constexpr int kLines = kAnyThreads / kAnyDepth;
+      values_at(s.ctx.data, s.ctx.dtype, x_ahead, [&](int u, std::int64_t& at) {
+        const int r = line + u * kLines;
+        if (r >= rows || k0 + k >= hidden) return false;
+        at = (s.listed ? first + r : p.rows.first + list[first + r].row) * s.ctx.strides[0] + (k0 + k) * s.ctx.strides[1];
+        return true;
+      });
+      values_at(s.weight.data, s.weight.dtype, w_ahead, [&](int u, std::int64_t& at) {
+        const int c = c0 + line + u * kLines;
+        if (c >= channels || k0 + k >= hidden) return false;
+        at = layer * s.weight.strides[0] + (column + c) * s.weight.strides[1] + (k0 + k) * s.weight.strides[2];
+        return true;
+      });
+    };
+    fetch(0);
     for (std::int64_t k0 = 0; k0 < hidden; k0 += kAnyDepth) {
       const int depth = static_cast<int>(min(hidden - k0, static_cast<std::int64_t>(kAnyDepth)));
       __syncthreads();
-      for (int i = thread; i < kAnyRows * kAnyDepth; i += kAnyThreads) {
-        const int r = i / kAnyDepth, k = i % kAnyDepth;
-        m.x[r][k] = r < rows && k < depth
-                        ? round_to(s.norm_rope.io, value_at(s.ctx.data, s.ctx.dtype,
-                                                            (s.listed ? first + r : p.rows.first + list[first + r].row) * s.ctx.strides[0] +
-                                                                (k0 + k) * s.ctx.strides[1]))
-                        : 0.0f;
-      }
-      for (int i = thread; i < kAnyColumns * kAnyDepth; i += kAnyThreads) {
-        const int c = i / kAnyDepth, k = i % kAnyDepth;
-        m.w[c][k] = c0 + c < channels && k < depth
-                        ? value_at(s.weight.data, s.weight.dtype,
-                                   layer * s.weight.strides[0] + (column + c0 + c) * s.weight.strides[1] + (k0 + k) * s.weight.strides[2])
-                        : 0.0f;
-      }
+#pragma unroll
+      for (int u = 0; u < kAnyRows * kAnyDepth / kAnyThreads; ++u)
+        m.x[thread / kAnyDepth + u * (kAnyThreads / kAnyDepth)][thread % kAnyDepth] = round_to(s.norm_rope.io, x_ahead[u]);
+#pragma unroll
+      for (int u = 0; u < kAnyColumns * kAnyDepth / kAnyThreads; ++u)
+        m.w[thread / kAnyDepth + u * (kAnyThreads / kAnyDepth)][thread % kAnyDepth] = w_ahead[u];
       __syncthreads();
+      if (k0 + kAnyDepth < hidden) fetch(k0 + kAnyDepth);
       for (int k = 0; k < depth; ++k)
 #pragma unroll
         for (int j = 0; j < 4; ++j) sum[j] = fmaf(m.x[row][k], m.w[quarter + 16 * j][k], sum[j]);
