@@ -25,8 +25,8 @@ struct Heads {
   i64 x_step, y_step;
 };
 
-/// `depth` k at a time, a multiple of 4.
-template <int kRows, Input::As kAs>
+/// `depth` k at a time, a multiple of 4. kGated: a block's second panel are the rows n / 2 below those of its first, and y = swiglu of the two.
+template <int kRows, Input::As kAs, bool kGated>
 __global__ void __launch_bounds__(kThreads) product(Heads heads, i64 n, i64 k, int depth, i64 rows, const float* x, i64 x_stride,
                                                     const float* norm, float eps, float* y, i64 y_stride, const float* add, Also also) {
   SPECSTATE_DYNAMIC_SHARED(memory);
@@ -34,20 +34,22 @@ __global__ void __launch_bounds__(kThreads) product(Heads heads, i64 n, i64 k, i
   float* const x_tile = reinterpret_cast<float*>(w_tile + depth / 2 * kColumns);  // [rows of the block, depth]
   constexpr int kAtOnce = 8 / kRows;                                              // elements of a row that a lane has in flight
   const int t = static_cast<int>(threadIdx.x), lane = t % 32, warp = t / 32;
-  const i64 panel_words = (k + 1) / 2 * kPanel, first_panel = i64{blockIdx.x} * 2, row0 = (i64{blockIdx.y} * kWarps + warp) * kRows,
+  const i64 panel_words = (k + 1) / 2 * kPanel, first_panel = i64{blockIdx.x} * (kGated ? 1 : 2),
+            panel_step = kGated ? n / 2 / kPanel * panel_words : panel_words, row0 = (i64{blockIdx.y} * kWarps + warp) * kRows,
             column = first_panel * kPanel + lane;
   const std::uint32_t* w = heads.w[blockIdx.z] + first_panel * panel_words;
   x += blockIdx.z * heads.x_step, y += blockIdx.z * heads.y_step;
   float* const mine = x_tile + warp * kRows * depth;  // this warp's rows
   const auto fetch = [&](i64 k0) {
-    const int quads = static_cast<int>((min(i64{depth}, k - k0) + 1) / 2 * (kPanel / 4)), panels = (first_panel + 1) * kPanel < n ? 2 : 1;
+    const int quads = static_cast<int>((min(i64{depth}, k - k0) + 1) / 2 * (kPanel / 4)),
+              panels = kGated || (first_panel + 1) * kPanel < n ? 2 : 1;
     for (int i0 = t; i0 < 2 * quads; i0 += 4 * kThreads) {
       uint4 some[4];
 #pragma unroll
       for (int u = 0; u < 4; ++u) {
         const int i = i0 + u * kThreads, panel = i >= quads, quad = i - panel * quads;
         some[u] = {0, 0, 0, 0};
-        if (i < panels * quads) some[u] = *reinterpret_cast<const uint4*>(w + panel * panel_words + k0 / 2 * kPanel + 4 * quad);
+        if (i < panels * quads) some[u] = *reinterpret_cast<const uint4*>(w + panel * panel_step + k0 / 2 * kPanel + 4 * quad);
       }
 #pragma unroll
       for (int u = 0; u < 4; ++u) {
@@ -122,6 +124,14 @@ __global__ void __launch_bounds__(kThreads) product(Heads heads, i64 n, i64 k, i
     }
     __syncwarp();
   }
+  if constexpr (kGated) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const float up = __shfl_xor_sync(kAllLanes, acc[r], kPanel);
+      if (lane < kPanel && row0 + r < rows) y[(row0 + r) * y_stride + column] = acc[r] * sigmoid(acc[r]) * up;
+    }
+    return;
+  }
   if (column >= n) return;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
@@ -133,7 +143,7 @@ __global__ void __launch_bounds__(kThreads) product(Heads heads, i64 n, i64 k, i
   }
 }
 
-template <Input::As kAs>
+template <Input::As kAs, bool kGated = false>
 void enqueue_as(const Heads& heads, i64 count, const Matrix& shape, const Input& in, i64 rows, float* y, i64 y_stride, const float* add,
                 const Also& also, Stream stream) {
   const i64 chunks = (shape.k + kMostDepth - 1) / kMostDepth, depth = ((shape.k + chunks - 1) / chunks + 3) / 4 * 4;
@@ -142,7 +152,7 @@ void enqueue_as(const Heads& heads, i64 count, const Matrix& shape, const Input&
   const int each = one <= most ? 1 : one <= 2 * most ? 2 : 4;
   const dim3 grid(static_cast<unsigned>(columns), static_cast<unsigned>((rows + kWarps * each - 1) / (kWarps * each)),
                   static_cast<unsigned>(count));
-  auto* const kernel = each == 1 ? product<1, kAs> : each == 2 ? product<2, kAs> : product<4, kAs>;
+  auto* const kernel = each == 1 ? product<1, kAs, kGated> : each == 2 ? product<2, kAs, kGated> : product<4, kAs, kGated>;
   const std::size_t shared = static_cast<std::size_t>(depth) * 4 * (kColumns / 2 + kWarps * each);
   launch(kernel, {grid, kThreads, shared}, stream, heads, shape.n, shape.k, static_cast<int>(depth), rows, in.x, in.stride, in.norm, in.eps,
          y, y_stride, add, also);
@@ -221,13 +231,18 @@ void matmul(const Matrix& w, const Input& in, i64 rows, float* y, i64 y_stride, 
 
 void mlp(const Matrix& gate_up, const Matrix& down, const Input& h, i64 rows, i64 F, float* wide, float* act, float* x, i64 d,
          const Exchange& exchange, Stream stream, const Also& also) {
-  matmul(gate_up, h, rows, wide, gate_up.n, stream);
-  if (gate_up.n == 2 * F) {
-    matmul(down, swiglu_of(wide, 2 * F, act), rows, x, d, stream, x, also);
-    return;
+  const i64 part = gate_up.n / 2;  // of F
+  float* const mine = part == F ? act : exchange.part;
+  if (!gate_up.lt && part % kPanel == 0 && h.as == Input::As::kNormed) {  // gate and up of a column in one block
+    Heads heads{};
+    heads.w[0] = gate_up.words;
+    enqueue_as<Input::As::kNormed, true>(heads, 1, gate_up, h, rows, mine, part, nullptr, {}, stream);
+  } else {
+    matmul(gate_up, h, rows, wide, gate_up.n, stream);
+    if (part == F) return matmul(down, swiglu_of(wide, 2 * F, act), rows, x, d, stream, x, also);
+    swiglu(wide, rows, part, mine, stream);
   }
-  swiglu(wide, rows, gate_up.n / 2, exchange.part, stream);
-  gather_columns(exchange, exchange.part, rows, F, 1, act, F, false, stream);
+  if (part < F) gather_columns(exchange, mine, rows, F, 1, act, F, false, stream);
   matmul(down, plain(act, F), rows, x, d, stream, x, also);
 }
 

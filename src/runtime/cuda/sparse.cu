@@ -212,7 +212,11 @@ __global__ void __launch_bounds__(kThreads)
   const int t = static_cast<int>(threadIdx.x), lane = t % 32, warp = t / 32;
   const bool real = row / rows.width < *rows.real;
   out += (row * Hm + h) * C, selected += row * K, locs += row * K;
-  for (i64 k = t; k < K; k += kThreads) where[k] = locs[k];
+  for (i64 k = t; k < K; k += kThreads) {
+    const i32 loc = locs[k], position = selected[k];
+    where[k] = loc;
+    if (real && loc < 0 && position >= 0) *fault = 1;
+  }
   for (i64 i = t; i < width; i += kThreads)
     query[i] = (i < C ? up[(row * Hm + h) * C + i] : rope[row * rope_stride + h * rope_step + i - C]) * scale;
   if (!real) {
@@ -248,9 +252,7 @@ __global__ void __launch_bounds__(kThreads)
       const i64 k = k0 + u * kRowsOfBlock;
       if (k >= K) break;
       dot[u] = sum_chains(dot[u]);
-      if (lane > 0) continue;
-      score[k] = where[k] >= 0 ? dot[u] : -INFINITY;
-      if (where[k] < 0 && selected[k] >= 0) *fault = 1;
+      if (lane == 0) score[k] = where[k] >= 0 ? dot[u] : -INFINITY;
     }
   }
   __syncthreads();
