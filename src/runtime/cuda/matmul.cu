@@ -39,8 +39,11 @@ __global__ void __launch_bounds__(kThreads) product(Heads heads, i64 n, i64 k, i
             column = first_panel * kPanel + lane;
   const std::uint32_t* w = heads.w[blockIdx.z] + first_panel * panel_words;
   x += blockIdx.z * heads.x_step, y += blockIdx.z * heads.y_step;
-  float* const mine = x_tile + warp * kRows * depth;  // this warp's rows
+  float* const mine = x_tile + warp * kRows * depth;         // this warp's rows
+  float* const norm_tile = x_tile + kWarps * kRows * depth;  // [depth] where rows are normed
   const auto fetch = [&](i64 k0) {
+    if constexpr (kAs == Input::As::kNormed)
+      for (int c = t; c < min(i64{depth}, k - k0); c += kThreads) norm_tile[c] = norm[k0 + c];
     const int quads = static_cast<int>((min(i64{depth}, k - k0) + 1) / 2 * (kPanel / 4)),
               panels = kGated || (first_panel + 1) * kPanel < n ? 2 : 1;
     for (int i0 = t; i0 < 2 * quads; i0 += 4 * kThreads) {
@@ -84,7 +87,7 @@ __global__ void __launch_bounds__(kThreads) product(Heads heads, i64 n, i64 k, i
 #pragma unroll
       for (int u = 0; u < kAtOnce; ++u) {
         const int c = min(c0 + 32 * u, deep - 1);
-        if constexpr (kAs == Input::As::kNormed) weight[u] = norm[k0 + c];
+        if constexpr (kAs == Input::As::kNormed) weight[u] = norm_tile[c];
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
           const float* from = x + (row0 + min(r, here - 1)) * x_stride + k0 + c;
@@ -105,7 +108,7 @@ __global__ void __launch_bounds__(kThreads) product(Heads heads, i64 n, i64 k, i
     if (here == 0) continue;
     const std::uint32_t* words = w_tile + lane;
     int i = 0;
-#pragma unroll 4
+#pragma unroll 8
     for (; i + 4 <= deep; i += 4) {
       const std::uint32_t first = words[i / 2 * kColumns], second = words[(i / 2 + 1) * kColumns];
 #pragma unroll
@@ -153,7 +156,7 @@ void enqueue_as(const Heads& heads, i64 count, const Matrix& shape, const Input&
   const dim3 grid(static_cast<unsigned>(columns), static_cast<unsigned>((rows + kWarps * each - 1) / (kWarps * each)),
                   static_cast<unsigned>(count));
   auto* const kernel = each == 1 ? product<1, kAs, kGated> : each == 2 ? product<2, kAs, kGated> : product<4, kAs, kGated>;
-  const std::size_t shared = static_cast<std::size_t>(depth) * 4 * (kColumns / 2 + kWarps * each);
+  const std::size_t shared = static_cast<std::size_t>(depth) * 4 * (kColumns / 2 + kWarps * each + (kAs == Input::As::kNormed));
   launch(kernel, {grid, kThreads, shared}, stream, heads, shape.n, shape.k, static_cast<int>(depth), rows, in.x, in.stride, in.norm, in.eps,
          y, y_stride, add, also);
 }
