@@ -112,16 +112,17 @@ __global__ void __launch_bounds__(kThreads)
   const int chains = static_cast<int>(kThreads / D), c = t % static_cast<int>(D), chain = t / static_cast<int>(D);
   float acc = 0;
   if (chain < chains) {
-    for (i64 k0 = chain; k0 < total; k0 += kAtOnce * chains) {
+    i64 k = chain;
+    for (; k + (kAtOnce - 1) * chains < context; k += kAtOnce * chains) {
       float v[kAtOnce];
 #pragma unroll
-      for (int u = 0; u < kAtOnce; ++u) {
-        const i64 k = k0 + u * chains;
-        v[u] = k < context ? from_bits(values[(first + k) * step + c]) : k < total ? block_values[(first + k - n) * stride + c] : 0.0f;
-      }
+      for (int u = 0; u < kAtOnce; ++u) v[u] = from_bits(values[(first + k + u * chains) * step + c]);
 #pragma unroll
-      for (int u = 0; u < kAtOnce; ++u)
-        if (k0 + u * chains < total) acc = fmaf(score[k0 + u * chains], v[u], acc);
+      for (int u = 0; u < kAtOnce; ++u) acc = fmaf(score[k + u * chains], v[u], acc);
+    }
+    for (; k < total; k += chains) {
+      const i64 p = first + k;
+      acc = fmaf(score[k], p < n ? from_bits(values[p * step + c]) : block_values[(p - n) * stride + c], acc);
     }
   }
   parts[t] = acc;
