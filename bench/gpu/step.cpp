@@ -218,10 +218,9 @@ class World {
     const i64 T = B_ * kSteps, C = kHeads * kDim, N = B_;
     const auto act = [&] { return bf16({T, kHeads, kDim}); };
     kda::VerifyParams p;
-    // Activations are the last layer's work, so one set serves all layers.
+    // Activations are the work of the layer before, so one set serves all layers; weights are each layer's own.
     p.x_q = act(), p.x_k = act(), p.x_v = act(), p.g = act(), p.onorm_gate = act(), p.out = act();
-    p.beta = bf16({T, kHeads}), p.w_q = f32({C, 4}), p.w_k = f32({C, 4}), p.w_v = f32({C, 4});
-    p.A_log = f32({kHeads}), p.dt_bias = f32({kHeads, kDim}), p.onorm_weight = f32({kDim}), p.onorm_eps = 1e-5, p.lower_bound = -5.0;
+    p.beta = bf16({T, kHeads}), p.onorm_eps = 1e-5, p.lower_bound = -5.0;
     std::vector<i32> slots(at(N)), cu(at(N + 1));
     std::iota(slots.begin(), slots.end(), 0);
     for (i64 b = 0; b <= N; ++b) cu[at(b)] = static_cast<i32>(b * kSteps);
@@ -240,6 +239,8 @@ class World {
     };
     const TensorView last = array(DType::kInt32, {N}, std::vector<i32>(at(N), kAccepted - 1));
     for (i64 l = 0; l < kKdaLayers; ++l) {
+      p.w_q = f32({C, 4}), p.w_k = f32({C, 4}), p.w_v = f32({C, 4});
+      p.A_log = f32({kHeads}), p.dt_bias = f32({kHeads, kDim}), p.onorm_weight = f32({kDim});
       p.state = state[l];
       p.rings = {rings.rawv[l], rings.rawk[l], rings.g[l], rings.beta[l]};
       p.cs_q = part(cs[l], 0, C), p.cs_k = part(cs[l], 1, C), p.cs_v = part(cs[l], 2, C);

@@ -92,6 +92,8 @@ class Kda:
         f32, bf = dict(device="cuda", dtype=torch.float32), dict(device="cuda", dtype=torch.bfloat16)
         C = HEADS * D
         self.layer = Layer(HEADS, B, STEPS, True)
+        # Activations are the work of the layer before, so one set serves all layers; weights are each layer's own.
+        self.weights = [(torch.randn(3 * C, 4, **f32) * 0.3, torch.randn(HEADS, **f32) * 0.5, torch.randn(C, **f32), torch.randn(D, **f32)) for _ in range(KDA_LAYERS)]
         self.state = torch.randn(KDA_LAYERS, B, HEADS, D, D, **f32)
         self.conv, self.windows = torch.randn(KDA_LAYERS, B, 3, 3 * C, **bf), torch.randn(KDA_LAYERS, B, STEPS, 3, 3 * C, **bf)
         ring = (KDA_LAYERS, B, HEADS, STEPS, D)
@@ -108,6 +110,7 @@ class Kda:
 
     def verify(self, layer, how):
         x = self.layer
+        x.w, x.A_log, x.dt, x.norm_weight = self.weights[layer]
         x.state, x.conv, x.windows, x.rings = self.state[layer], self.conv[layer], self.windows[layer], tuple(r[layer] for r in self.rings)
         getattr(x, how)()
 
