@@ -17,6 +17,8 @@ The last line is `N passed, N failed, N skipped`.
 import argparse
 import concurrent.futures
 import datetime
+import functools
+import itertools
 import json
 import os
 import pathlib
@@ -33,6 +35,7 @@ from run_tests import run_one  # noqa: E402
 BUILD = ROOT / "build" / "release"
 EVIDENCE = ROOT / "tests" / "gpu" / "evidence.json"
 FAMILIES = ("hisparse", "kda", "draft_kv", "accept", "engine")
+turns = itertools.count()
 TOOLS = ("racecheck", "initcheck", "memcheck", "synccheck")
 
 
@@ -43,12 +46,29 @@ def family_of(name):
 
 
 def environment():
-    """The package of this tree; libraries that the machine lacks lie beside ours."""
+    """The package of this tree; libraries that the machine lacks lie beside ours. Every program sees all GPUs, each time another one first."""
     lib = str(BUILD / "lib")
     e = dict(os.environ, PYTHONDONTWRITEBYTECODE="1", SPECSTATE_LIBRARY_PATH=lib)
+    gpus = visible_gpus()
+    first = next(turns) % len(gpus)
+    e["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
     e["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, [lib, e.get("LD_LIBRARY_PATH")]))
     e["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "python"), e.get("PYTHONPATH")]))
     return e
+
+
+def visible_gpus():
+    """As CUDA_VISIBLE_DEVICES names them."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(i) for i in range(len(gpu_names()))] or [""]
+
+
+@functools.cache
+def gpu_names():
+    try:
+        return subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True).stdout.splitlines()
+    except OSError:
+        return []
 
 
 def run_theirs(path, results, timeout, wheel):
@@ -86,12 +106,11 @@ def of_theirs(table):
 
 
 def describe_gpu():
-    try:
-        out = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True).stdout
-        name, driver = out.splitlines()[0].split(", ")
-        return {"device": name, "driver": driver}
-    except (OSError, ValueError, IndexError):
+    found = gpu_names()
+    if not found or ", " not in found[0]:
         return None
+    name, driver = found[0].split(", ")
+    return {"device": name, "driver": driver} | ({"devices": len(found)} if len(found) > 1 else {})
 
 
 def sanitizer():
@@ -176,7 +195,7 @@ def main():
     parser.add_argument("--wheel", type=pathlib.Path, default=ROOT / "wheel", help="the unpacked wheel of sglang 0.5.23, or what --pack has taken of it")
     parser.add_argument("--only", default="", help="files whose name contains this; leaves the evidence of other families alone")
     parser.add_argument("--no-sanitizers", action="store_true")
-    parser.add_argument("--jobs", type=int, default=4, help="programs at a time, all on one GPU")
+    parser.add_argument("--jobs", type=int, default=4, help="programs at a time; they take turns on the GPUs")
     parser.add_argument("--timeout", type=int, default=300, help="seconds for one program")
     parser.add_argument("--evidence", type=pathlib.Path, default=EVIDENCE)
     options = parser.parse_args()
