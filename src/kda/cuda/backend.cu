@@ -89,7 +89,7 @@ HeadsCall heads_call(const VerifyCall& a) {
   HeadsCall c = {};
   const auto put = [&](int i, const Array& x, std::int64_t first, std::int64_t head) {
     const std::int64_t size = x.bf16 ? 2 : 4;
-    c.places[i] = {static_cast<char*>(x.data), first * size, head * size};
+    c.places.of[i] = {static_cast<char*>(x.data), first * size, head * size};
   };
   int i = 0;
   for (const Channel* x : {&a.q, &a.k, &a.v}) {
@@ -97,7 +97,7 @@ HeadsCall heads_call(const VerifyCall& a) {
     put(kWindow + i, x->window, x->window.stride[0], 128 * x->window.stride[1]);
     put(kWindows + i, x->windows, x->windows.stride[0], 128 * x->windows.stride[2]);
     put(kTaps + i, x->weight, 0, 128 * 4);
-    c.x_token[i] = x->x.stride[0], c.window_tap[i] = x->window.stride[2];
+    c.places.rows[kRowsX + i] = x->x.stride[0], c.places.rows[kRowsWindow + i] = x->window.stride[2];
     c.windows_step[i] = x->windows.stride[1], c.windows_tap[i] = x->windows.stride[3];
     ++i;
   }
@@ -112,8 +112,12 @@ HeadsCall heads_call(const VerifyCall& a) {
   put(kRingG, a.ring_g, a.ring_g.stride[0], a.ring_g.stride[1]);
   put(kRingBeta, a.ring_beta, a.ring_beta.stride[0], a.ring_beta.stride[1]);
   put(kLogit, a.beta, a.beta.stride[0], a.beta.stride[1]);
-  c.slots = a.slots, c.cu = a.cu, c.rows = a.rows, c.null_slot = a.null_slot;
-  const auto narrow = [](std::int64_t x) { return static_cast<int>(std::min<std::int64_t>(x, std::numeric_limits<int>::max())); };
+  c.places.rows[kRowsG] = a.g.stride[0], c.places.rows[kRowsGate] = a.gate.stride[0];
+  c.slots = ShortIndex(a.slots), c.cu = ShortIndex(a.cu), c.rows = ShortIndex(a.rows);
+  const auto narrow = [](std::int64_t x) {
+    return static_cast<int>(std::clamp<std::int64_t>(x, std::numeric_limits<int>::min(), std::numeric_limits<int>::max()));
+  };
+  c.null_slot = narrow(a.null_slot);
   c.N = narrow(a.N), c.HV = narrow(a.HV), c.H = narrow(a.H), c.T = narrow(a.T), c.L = narrow(a.L), c.pool = narrow(a.pool);
   c.row_count = narrow(a.row_count), c.steps = narrow(a.steps), c.each = static_cast<int>(a.T / a.N);
   c.by_heads = Divisor(static_cast<unsigned>(a.HV)), c.by_group = Divisor(static_cast<unsigned>(a.HV / a.H));
@@ -121,10 +125,11 @@ HeadsCall heads_call(const VerifyCall& a) {
   c.snapshots = static_cast<bool>(a.snapshots);
   c.safe_gate = a.safe_gate, c.l2norm = a.l2norm, c.round_before_norm = a.round_before_norm, c.update_state = a.update_state;
   c.null_from_zero = a.null_from_zero, c.logit_bf16 = a.beta.bf16, c.a_log_bf16 = a.a_log.bf16, c.weight_bf16 = a.norm_weight.bf16;
-  c.lower_bound = a.lower_bound, c.softplus_beta = a.softplus_beta, c.softplus_threshold = a.softplus_threshold;
+  c.lower_bound = a.lower_bound, c.softplus_beta = a.softplus_beta, c.inverse_beta = 1.0f / a.softplus_beta;
+  c.softplus_threshold = std::min(a.softplus_threshold, 80.0f);
   c.scale = a.scale, c.norm_eps = a.norm_eps;
   c.a_log = a.a_log.data, c.a_log_head = a.a_log.stride[0], c.weight = a.norm_weight.data;
-  c.g_token = a.g.stride[0], c.gate_token = a.gate.stride[0], c.out_token = a.out.stride[0], c.out_head = a.out.stride[1];
+  c.out_token = a.out.stride[0], c.out_head = a.out.stride[1];
   c.logit_token = a.beta.stride[0], c.snapshots_step = a.snapshots.stride[1], c.rawk_step = a.rawk.stride[2];
   c.rawv_step = a.rawv.stride[2], c.ring_g_step = a.ring_g.stride[2], c.ring_beta_step = a.ring_beta.stride[2];
   return c;
@@ -183,11 +188,17 @@ void run_fold(const FoldCall& a, Stream stream) {
   if (a.pending) settle_pending(a, stream);
 }
 
-/// Whether heads.cuh runs the recurrence of a call that it could take: snapshots where all multiprocessors have a head of 16 warps (fewer heads
-/// are cut among CTAs by verify.cuh, which also runs exact ring mode and decode faster).
+/// Whether heads.cuh runs the recurrence of a call that it could take, as measured: exact ring mode, and snapshots of heads for two thirds of the
+/// multiprocessors (fewer are cut among CTAs by verify.cuh, which also runs decode).
 bool in_frame(const VerifyCall& a, const launching::DeviceInfo& device) {
   if (forced().frame >= 0) return forced().frame != 0;
-  return !forced().rows && a.snapshots && a.N * a.HV >= device.multiprocessors;
+  if (forced().rows || a.update_state) return false;
+  return a.snapshots ? 3 * a.N * a.HV >= 2 * device.multiprocessors : a.exact && !a.null_from_zero;
+}
+/// Warps of a CTA in ring mode: two CTAs of 8 a multiprocessor, or one of 16, which is faster for few heads and worse for few tokens.
+int ring_warps(const VerifyCall& a, const launching::DeviceInfo& device) {
+  const std::int64_t heads = a.N * a.HV;
+  return heads <= device.multiprocessors || (heads <= 3 * device.multiprocessors && a.T >= 4 * a.N) ? 16 : 8;
 }
 
 }  // namespace
@@ -210,7 +221,7 @@ void run(const VerifyArgs& args, Stream stream) {
   const bool frozen =
       splits && a.V == 128 && device.major >= 9 && !a.exact && !a.snapshots && !a.update_state && !a.null_from_zero && forced().frozen != 0;
   if (frozen || (splits && a.V == 128 && device.major >= 9 && in_frame(a, device))) {
-    const int warps = forced().warps ? forced().warps : a.N * a.HV <= device.multiprocessors ? 16 : 8;
+    const int warps = forced().warps ? forced().warps : ring_warps(a, device);
     const HeadsKernel kernel = verify_heads(frozen, warps);
     if (a.pending) run_fold(args.deferred, stream);
     launching::launch(kernel.run,

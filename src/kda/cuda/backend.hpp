@@ -50,22 +50,36 @@ struct Divisor {
   Divisor() = default;
   explicit Divisor(unsigned d) : by(d), inverse(d > 1 ? static_cast<unsigned>((std::uint64_t{1} << 32) / d) : 0xFFFFFFFFu) {}
 };
+/// An Index in steps of 32 bits.
+struct ShortIndex {
+  const int* data = nullptr;
+  std::int64_t step = 0;
+  bool wide = false;
+
+  ShortIndex() = default;
+  explicit ShortIndex(const Index& a) : data(static_cast<const int*>(a.data)), step(a.stride[0] * (a.wide ? 2 : 1)), wide(a.wide) {}
+  constexpr explicit operator bool() const { return data != nullptr; }
+};
+/// Rows of 128 bfloat16 that a stage has, by kind: how far apart they are in memory. kRowsX and kRowsWindow are three each.
+enum { kRowsX = 0, kRowsG = 3, kRowsGate, kRowsWindow, kRowKinds = 8 };
 /// What the kernels of heads.cuh need of a VerifyCall, and no more: parameters are cold at every launch, 64 bytes a miss. What finds a head
 /// comes first. Strides in elements.
 struct HeadsCall {
-  Index slots, cu, rows;
-  std::int64_t null_slot;
-  int N, HV, H, T, L, pool, row_count, steps, each;  // each: tokens of a request, without cu
-  Divisor by_heads, by_group;                        // HV, HV / H
+  ShortIndex slots, cu, rows;
+  int N, HV, H, T, L, pool, row_count, steps, null_slot, each;  // each: tokens of a request, without cu
+  Divisor by_heads, by_group;                                   // HV, HV / H
   const void* a_log;
   std::int64_t a_log_head;
-  Place places[kPlaces];
-  bool conv, gate, windows, snapshots, safe_gate, l2norm, round_before_norm, update_state, null_from_zero, logit_bf16, a_log_bf16,
-      weight_bf16;
-  float lower_bound, softplus_beta, softplus_threshold, scale, norm_eps;
+  bool a_log_bf16, windows, snapshots, null_from_zero;
+  struct {
+    Place of[kPlaces];
+    std::int64_t rows[kRowKinds];
+  } places;
+  bool conv, gate, safe_gate, l2norm, round_before_norm, update_state, logit_bf16, weight_bf16;
+  float lower_bound, softplus_beta, inverse_beta, softplus_threshold, scale, norm_eps;
   const void* weight;
-  std::int64_t x_token[3], window_tap[3], windows_step[3], windows_tap[3];
-  std::int64_t g_token, gate_token, out_token, out_head, logit_token, snapshots_step, rawk_step, rawv_step, ring_g_step, ring_beta_step;
+  std::int64_t windows_step[3], windows_tap[3];
+  std::int64_t out_token, out_head, logit_token, snapshots_step, rawk_step, rawv_step, ring_g_step, ring_beta_step;
 
   static constexpr bool parents = false;
   static constexpr int columns = 0;

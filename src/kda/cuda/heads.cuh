@@ -7,8 +7,8 @@
 // what little is left (betas, the rows of padding). With 8 workers two CTAs share a multiprocessor, so that one has its state on the way while
 // the other works. A turn is a block of 8 tokens of a head:
 //   stage      inputs (the three before the block too), gates, taps, as they are in memory; asked for while the block before is worked on
-//   tokens     warps for q, k, v and the gates; a lane has four channels and walks along the tokens. Convolution, SiLU, rounding; records
-//              and windows leave from registers
+//   tokens     a warp a token (of 16 warps two share one); a lane has four channels. Convolution, SiLU, rounding, gates; records and windows
+//              leave from registers
 //   state      by two bulk copies, which land 64 bytes apart from where they would follow each other (see frozen.cuh)
 //   output     a warp a token; the sum of squares in units of 16 rows in a fixed tree, as in verify.cuh
 // Who waits for whom: the workers for each other by a barrier of theirs. For them the director waits at two more, at which they arrive and go
@@ -26,6 +26,7 @@ namespace specstate::kda::cuda {
 
 // See item_of.
 __device__ __forceinline__ bool keeps_rows(const HeadsCall& a) { return a.windows || a.snapshots; }
+__device__ __forceinline__ const int* address_of(const ShortIndex& a, int i) { return a.data + i * a.step; }
 __device__ __forceinline__ int tokens_each(const HeadsCall& a) { return a.each; }
 __device__ __forceinline__ int quotient(int x, const Divisor& d) {
   const unsigned q = __umulhi(static_cast<unsigned>(x), d.inverse);
@@ -64,30 +65,32 @@ struct Shared {
   static constexpr bool kFrozen = kFrozen_;
 
   alignas(128) float state_[kDim * kDim + 16];
-  alignas(16) bfloat16 xq[kTokens + 3][kDim];
-  alignas(16) bfloat16 xk[kTokens + 3][kDim];
-  alignas(16) bfloat16 xv[kTokens + 3][kDim];
-  alignas(16) bfloat16 g[kTokens][kDim];
-  alignas(16) bfloat16 gate[2][kTokens][kDim];
-  float4 taps[3 * kDim];  // of q, k and v's channels, see place_of_taps
+  alignas(16)
+      bfloat16 stage[3 * (kTokens + 3) + 3 * kTokens][kDim];  // q, k, v with the three before them; decay gates; two turns' output gates
+  float4 taps[3 * kDim];                                      // of q, k and v's channels, see place_of_taps
   alignas(16) float bias[kDim], weight[kDim];
-  alignas(16) float keys[2][kTokens][kDim];  // k, q; frozen: then o, u
+  alignas(16) float keys[2][kTokens][kDim];  // k, q; frozen: then P and u, Q and o
   alignas(16) float decay[kTokens][kDim];    // frozen: then the columns' ends R_nj k_j
   alignas(16) bfloat16 v[kTokens][kDim + 8];
   alignas(16) float operand[kFrozen ? 16 * 32 * 4 : kTokens * kDim];    // D_t k_t and D_t q_t; or o
-  alignas(16) float halves[kFrozen && kWorkers == 16 ? 16 * kDim : 4];  // sums over half the channels
+  alignas(16) float halves[kFrozen && kWorkers == 16 ? 16 * kDim : 4];  // P and Q over the second half of the channels
   alignas(16) float product[kFrozen ? kDim : 4];                        // D_n
   alignas(16) float triangle[2][kTokens][kTokens];
-  float beta[2][kTokens], fk[kTokens], fq[kTokens], kq[kTokens];
-  Place places[kPlaces];
+  alignas(16) float beta[2][kTokens], fk[kTokens], fq[kTokens], kq[kTokens];
+  decltype(HeadsCall::places) places;
   Head head[3];
+  Item first;  // the CTA's first head, before its places are known
   std::uint64_t found, first_here, tokens_here, state_here, alone;
 
   __device__ float* base(int r) { return state_ + (r >= kHalf ? 16 : 0); }
   __device__ float* row(int r) { return base(r) + r * kDim; }
-  __device__ bfloat16* inputs(int kind) { return kind == 0 ? xq[0] : kind == 1 ? xk[0] : xv[0]; }
-  /// Row r (four, if it is a multiple of four) of o of token t; frozen: or of u of token t - 8. The order keeps banks apart.
-  __device__ float* result(int t, int r) { return kFrozen ? keys[0][0] + t * kDim + (r ^ (t % kTokens * 4)) : operand + t * kDim + r; }
+  __device__ bfloat16* inputs(int kind) { return stage[kind * (kTokens + 3)]; }
+  __device__ bfloat16* g(int t) { return stage[3 * (kTokens + 3) + t]; }
+  __device__ bfloat16* gate(int turn, int t) { return stage[3 * (kTokens + 3) + kTokens * (1 + (turn & 1)) + t]; }
+  /// Row r (four, if it is a multiple of four) of column c of P and u of 8 tokens, and of Q and o. The order keeps banks apart.
+  __device__ float* sums(int c, int r) { return keys[0][0] + c * kDim + (r ^ (c % kTokens * 4)); }
+  /// The same of o of token t.
+  __device__ float* result(int t, int r) { return kFrozen ? sums(kTokens + t, r) : operand + t * kDim + r; }
 };
 
 __device__ __forceinline__ void row_of_four(const float* row, float (&x)[4]) { unpack(*reinterpret_cast<const Quad<float>*>(row), x); }
@@ -118,7 +121,7 @@ __device__ __forceinline__ void take(M&) {
 template <class M>
 __device__ __forceinline__ void clear(const HeadsCall& a, const M& s, std::int64_t begin, std::int64_t end, int hv, int thread,
                                       int threads) {
-  bfloat16* const out = reinterpret_cast<bfloat16*>(s.places[kOut].base) + hv * a.out_head;
+  bfloat16* const out = reinterpret_cast<bfloat16*>(s.places.of[kOut].base) + hv * a.out_head;
 #pragma unroll 1
   for (std::int64_t t = begin; t < end; ++t)
 #pragma unroll 1
@@ -136,7 +139,7 @@ __device__ __forceinline__ bool is(int place) {
 
 /// The CTA's heads in turn, 32 at once: their indices come in one round trip. A lane knows one place of heads.
 struct Finder {
-  std::int64_t next = blockIdx.x;
+  unsigned next = blockIdx.x;  // so many heads are within an int, and what is asked for beyond them within 32 bits
   int lane;
   Item it = {};
   float a_log = 0;
@@ -145,33 +148,27 @@ struct Finder {
   /// Heads from `next` on. kEarly: before the kernels before this one are done.
   template <bool kEarly>
   __device__ __forceinline__ void find(const HeadsCall& a) {
-    const std::int64_t own = next + lane * std::int64_t{gridDim.x};
-    it = item_of<kEarly>(a, own);
+    it = item_of<kEarly>(a, next + static_cast<unsigned>(lane) * gridDim.x);
     todo = __ballot_sync(kAll, it.tokens > 0 && !it.padding);
     dead = __ballot_sync(kAll, it.tokens > 0 && it.padding);
   }
   /// The same with their amplitudes, asked for with the indices and looked at (widened) after them.
   __device__ __forceinline__ void fill(const HeadsCall& a) {
-    const std::int64_t own = min(next + lane * std::int64_t{gridDim.x}, std::int64_t{a.N} * a.HV - 1);
     Item at;
-    place_of(a, own, at);
+    place_of(a, min(next + static_cast<unsigned>(lane) * gridDim.x, static_cast<unsigned>(a.N * a.HV) - 1), at);
     const std::int64_t of = at.hv * a.a_log_head;
-    std::uint16_t half = 0;
-    float whole = 0;
-    if (a.a_log_bf16)
-      half = static_cast<const std::uint16_t*>(a.a_log)[of];
-    else
-      whole = static_cast<const float*>(a.a_log)[of];
+    unsigned bits = a.a_log_bf16 ? static_cast<const std::uint16_t*>(a.a_log)[of] : static_cast<const unsigned*>(a.a_log)[of];
     find<false>(a);
-    a_log = a.a_log_bf16 ? __uint_as_float(static_cast<std::uint32_t>(half) << 16) : whole;
-    next += 32 * std::int64_t{gridDim.x};
+    asm volatile("" : "+r"(bits), "+r"(it.tokens));
+    a_log = __uint_as_float(a.a_log_bf16 ? bits << 16 : bits);
+    next += 32 * gridDim.x;
   }
 
   /// The lane's place in the head that lane `from` has found.
   template <class M>
   __device__ __forceinline__ char* place(const HeadsCall& a, const M& s, int from) const {
     constexpr int q = 0, k = 1, v = 2;
-    const Place mine = s.places[min(lane, kPlaces - 1)];
+    const Place mine = s.places.of[min(lane, kPlaces - 1)];
     const int slot = __shfl_sync(kAll, it.slot, from), row = __shfl_sync(kAll, it.row, from), begin = __shfl_sync(kAll, it.begin, from),
               hv = __shfl_sync(kAll, it.hv, from), h = __shfl_sync(kAll, it.h, from);
     const bool of_slot = is<kWindow + q, kWindow + k, kWindow + v, kState, kRawK, kRawV, kRingG, kRingBeta>(lane),
@@ -183,18 +180,29 @@ struct Finder {
     return there ? mine.base + ((of_slot ? slot : of_row ? row : begin) * mine.first + (of_key ? h : hv) * mine.head) : nullptr;
   }
 
-  /// The next head into `to`. Gives rows of padding on the way their zeros.
+  /// Until there is a head, or no more. Gives rows of padding on the way their zeros.
   template <class M>
-  __device__ __forceinline__ void pop(const HeadsCall& a, M& s, Head& to) {
+  __device__ __forceinline__ void go_on(const HeadsCall& a, M& s) {
     while (!todo) {
       for (; dead; dead &= dead - 1) {
         const int from = __ffs(static_cast<int>(dead)) - 1;
         const int begin = __shfl_sync(kAll, it.begin, from), n = __shfl_sync(kAll, it.tokens, from), hv = __shfl_sync(kAll, it.hv, from);
         clear<M>(a, s, begin, begin + n, hv, lane, 32);
       }
-      if (next >= std::int64_t{a.N} * a.HV) break;
+      if (next >= static_cast<unsigned>(a.N * a.HV)) break;
       fill(a);
     }
+  }
+  /// The head to come; no tokens: there is none.
+  __device__ __forceinline__ void peek(Item& to) const {
+    if (todo ? (todo & -todo) >> lane == 1 : lane == 0) {
+      to = it;
+      if (!todo) to.tokens = 0;
+    }
+  }
+  /// That head into `to`.
+  template <class M>
+  __device__ __forceinline__ void pop(const HeadsCall& a, const M& s, Head& to) {
     const int from = __ffs(static_cast<int>(todo)) - 1;
     if (from >= 0) {
       char* const p = place(a, s, from);
@@ -221,7 +229,7 @@ __device__ __forceinline__ void scout(const HeadsCall& a, M& s, int lane) {
   };
   if (p && lane >= kWindow && lane < kWindow + 3) {
 #pragma unroll 1
-    for (int tap = 0; tap < 3; ++tap) ask(p + tap * a.window_tap[lane - kWindow] * 2, kDim * 2);
+    for (int tap = 0; tap < 3; ++tap) ask(p + tap * a.places.rows[kRowsWindow + lane - kWindow] * 2, kDim * 2);
   }
   if (p && lane >= kTaps && lane < kTaps + 3) ask(p, kDim * 16);
   if (p && lane == kState) ask(p, kDim * kDim * 4);
@@ -255,17 +263,17 @@ __device__ __forceinline__ void request_tokens(const HeadsCall& a, const Head& h
   for (int c = 0; c < 3; ++c) {
     const bfloat16 *const window = head.at<bfloat16>(kWindow + c), *const x = head.at<bfloat16>(kX + c);
     if (first > 0) {
-      rows(s.inputs(c), n + 3, x + (first - 3) * a.x_token[c], a.x_token[c]);
+      rows(s.inputs(c), n + 3, x + (first - 3) * a.places.rows[kRowsX + c], a.places.rows[kRowsX + c]);
     } else {
-      rows(s.inputs(c) + 3 * kDim, n, x, a.x_token[c]);
+      rows(s.inputs(c) + 3 * kDim, n, x, a.places.rows[kRowsX + c]);
       if (a.conv)
 #pragma unroll
         for (int row = half; row < 3; row += 2)
-          ptx::copy_async(s.inputs(c) + row * kDim + e, window + row * a.window_tap[c] + e, window != nullptr);
+          ptx::copy_async(s.inputs(c) + row * kDim + e, window + row * a.places.rows[kRowsWindow + c] + e, window != nullptr);
     }
   }
-  rows(s.g[0], n, head.at<bfloat16>(kG) + first * a.g_token, a.g_token);
-  if (a.gate) rows(s.gate[turn & 1][0], n, head.at<bfloat16>(kGate) + first * a.gate_token, a.gate_token);
+  rows(s.g(0), n, head.at<bfloat16>(kG) + first * a.places.rows[kRowsG], a.places.rows[kRowsG]);
+  if (a.gate) rows(s.gate(turn, 0), n, head.at<bfloat16>(kGate) + first * a.places.rows[kRowsGate], a.places.rows[kRowsGate]);
   if (first == 0) {
     if (a.conv)
 #pragma unroll
@@ -281,113 +289,118 @@ __device__ __forceinline__ void request_tokens(const HeadsCall& a, const Head& h
 
 // ---- the workers ------------------------------------------------------------------------------------------------------------
 
-/// What the director's request_tokens asks for, of the first head of the CTA: nothing can hide it, so all workers ask, half a warp a row.
+/// What the director's request_tokens asks for, of the first head of the CTA: nothing can hide it, so all workers ask, half a warp 256 bytes.
 template <class M>
-__device__ __forceinline__ void request_first(const HeadsCall& a, const Head& head, M& s, int n) {
-  const int thread = static_cast<int>(threadIdx.x), row = thread / 16, e = thread % 16 * 8, t = row % kTokens;
-  if (row < 2 * kTokens) {
+__device__ __forceinline__ void request_first(const HeadsCall& a, M& s) {
+  constexpr int kHalves = 2 * M::kWorkers, kBefore = 3, kEach = kTokens + kBefore;
+  const int half = static_cast<int>(threadIdx.x) / 16, e = static_cast<int>(threadIdx.x) % 16 * 8;
+  const Item it = s.first;
+  const int n = min(kTokens, it.tokens);
+  const auto place = [&](int i, int first, int kind) {  // kind 0 and 1: of a key head
+    const Place& p = s.places.of[i];
+    return p.base ? p.base + (first * p.first + (kind < 2 ? it.h : it.hv) * p.head) + e * 2 : nullptr;
+  };
 #pragma unroll
-    for (int c = 0; c < 3; ++c) {
-      const bfloat16 *const window = head.at<bfloat16>(kWindow + c), *const x = head.at<bfloat16>(kX + c);
-      if (row < n + 3 && (row >= 3 || a.conv))
-        ptx::copy_async(s.inputs(c) + row * kDim + e, row < 3 ? window + row * a.window_tap[c] + e : x + (row - 3) * a.x_token[c] + e,
-                        row >= 3 || window != nullptr);
-    }
-    if (row < kTokens && t < n) ptx::copy_async(s.g[t] + e, head.at<bfloat16>(kG) + t * a.g_token + e);
-    if (row >= kTokens && t < n && a.gate) ptx::copy_async(s.gate[0][t] + e, head.at<bfloat16>(kGate) + t * a.gate_token + e);
+  for (int i = 0; i < 4 * kTokens; i += kHalves) {  // q, k, v and decay gates
+    const int kind = (half + i) / kTokens, t = (half + i) % kTokens;
+    if (t < n)
+      ptx::copy_async(s.stage[kind * kEach + (kind < 3 ? kBefore : 0) + t] + e,
+                      place(kind < 3 ? kX + kind : kG, it.begin, kind) + t * s.places.rows[kRowsX + kind] * 2);
   }
 #pragma unroll
-  for (int i = thread; i < 3 * kDim; i += 32 * M::kWorkers)
-    if (a.conv) ptx::copy_async(s.taps + i / kDim * kDim + place_of_taps(i % kDim), head.at<float>(kTaps + i / kDim) + i % kDim * 4);
-  if (thread >= kDim && thread < kDim + 32) ptx::copy_async(s.bias + (thread - kDim) * 4, head.at<float>(kBias) + (thread - kDim) * 4);
+  for (int i = 0; i < 3 * kBefore + kTokens; i += kHalves) {  // windows, output gates
+    const int row = half + i, kind = row / kBefore, w = row % kBefore, t = row - 3 * kBefore;
+    if (kind < 3 ? a.conv : a.gate && t < n) {
+      const char* const from = kind >= 3 ? place(kGate, it.begin, kind) : it.slot >= 0 ? place(kWindow + kind, it.slot, kind) : nullptr;
+      ptx::copy_async((kind < 3 ? s.stage[kind * kEach + w] : s.gate(0, t)) + e,
+                      from + (kind < 3 ? w : t) * s.places.rows[kind < 3 ? kRowsWindow + kind : kRowsGate] * 2, from != nullptr);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 3 * kTokens + 2; i += kHalves) {  // taps, bias
+    const int row = half + i, kind = row / kTokens, piece = row % kTokens, channel = piece * 16 + e / 8;
+    if (kind < 3 && a.conv) ptx::copy_async(s.taps + kind * kDim + place_of_taps(channel), place(kTaps + kind, 0, kind) + piece * 256);
+    if (kind == 3 && piece < 2) ptx::copy_async(s.bias + channel * 4, place(kBias, 0, kind) + piece * 256);
+  }
   arrive_with_copies(&s.first_here);
 }
 
-/// Convolution, SiLU and rounding of kOwn tokens of q, k or v. Tokens from n on are worked on too, and go nowhere that is read.
-template <int kOwn, class M>
-__device__ __forceinline__ void convolve(const HeadsCall& a, const Head& head, M& s, int kind, int t0, int first, int n, int lane) {
+/// The inputs of token t's convolution.
+template <class M>
+__device__ __forceinline__ void load_inputs(M& s, int kind, int t, int lane, Quad<bfloat16> (&in)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) in[i] = *reinterpret_cast<const Quad<bfloat16>*>(s.inputs(kind) + (t + i) * kDim + lane * 4);
+}
+/// Convolution, SiLU and rounding of token t of q, k or v.
+template <int kKind, class M>
+__device__ __forceinline__ void convolve(const HeadsCall& a, const Head& head, M& s, int t, int first, int lane,
+                                         const Quad<bfloat16> (&in)[4]) {
   const int d = lane * 4;
-  const std::int64_t tap = a.windows_tap[kind], step = a.windows_step[kind], entry = kind == 1 ? a.rawk_step : a.rawv_step;
-  const bfloat16* const x = s.inputs(kind) + t0 * kDim + d;
-  bfloat16* windows = head.at<bfloat16>(kWindows + kind);
-  bfloat16* ring = kind == 0 ? nullptr : head.at<bfloat16>(kind == 1 ? kRawK : kRawV);
-  windows = windows ? windows + (first + t0) * step + d : nullptr;
-  ring = ring ? ring + (first + t0) * entry + d : nullptr;
-  Quad<bfloat16> in[kOwn + 3], raw[kOwn];
-#pragma unroll
-  for (int i = 0; i < kOwn + 3; ++i) in[i] = *reinterpret_cast<const Quad<bfloat16>*>(x + i * kDim);
+  Quad<bfloat16> raw = in[3];
   if (a.conv) {
-    float taps[4][4];
+    float taps[4][4], z[4][4], y[4];
 #pragma unroll
-    for (int e = 0; e < 4; ++e) unpack(*reinterpret_cast<const Quad<float>*>(s.taps + kind * kDim + place_of_taps(d + e)), taps[e]);
+    for (int e = 0; e < 4; ++e) unpack(*reinterpret_cast<const Quad<float>*>(s.taps + kKind * kDim + place_of_taps(d + e)), taps[e]);
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      float z[4][4], y[4];
+    for (int w = 0; w < 4; ++w) unpack(in[w], z[w]);
 #pragma unroll
-      for (int w = 0; w < 4; ++w) unpack(in[i + w], z[w]);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        y[e] = fmaf(z[3][e], taps[e][3], fmaf(z[2][e], taps[e][2], fmaf(z[1][e], taps[e][1], z[0][e] * taps[e][0])));
-        y[e] *= quick_sigmoid(y[e]);
-      }
-      pack(y, raw[i]);
+    for (int e = 0; e < 4; ++e) {
+      y[e] = fmaf(z[3][e], taps[e][3], fmaf(z[2][e], taps[e][2], fmaf(z[1][e], taps[e][1], z[0][e] * taps[e][0])));
+      y[e] *= quick_sigmoid(y[e]);
     }
+    pack(y, raw);
+  }
+  if (kKind == 2) {
+    *reinterpret_cast<Quad<bfloat16>*>(s.v[t] + d) = raw;
   } else {
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) raw[i] = in[i + 3];
+    float y[4];
+    unpack(raw, y);
+    *reinterpret_cast<float4*>(s.keys[1 - kKind][t] + d) = make_float4(y[0], y[1], y[2], y[3]);
   }
+  if (bfloat16* windows = head.at<bfloat16>(kWindows + kKind)) {
+    windows += (first + t) * a.windows_step[kKind] + d;
 #pragma unroll
-  for (int i = 0; i < kOwn; ++i) {
-    const int t = t0 + i;
-    if (kind == 2) {
-      *reinterpret_cast<Quad<bfloat16>*>(s.v[t] + d) = raw[i];
-    } else {
-      float y[4];
-      unpack(raw[i], y);
-      *reinterpret_cast<float4*>(s.keys[1 - kind][t] + d) = make_float4(y[0], y[1], y[2], y[3]);
-    }
-    if (t < n) {
-      if (windows) {
-        *reinterpret_cast<Quad<bfloat16>*>(windows) = in[i + 1];
-        *reinterpret_cast<Quad<bfloat16>*>(windows + tap) = in[i + 2];
-        *reinterpret_cast<Quad<bfloat16>*>(windows + 2 * tap) = in[i + 3];
-      }
-      if (ring && first + t < a.L) *reinterpret_cast<Quad<bfloat16>*>(ring) = raw[i];
-    }
-    windows = windows ? windows + step : nullptr;
-    ring = ring ? ring + entry : nullptr;
+    for (int w = 0; w < 3; ++w) *reinterpret_cast<Quad<bfloat16>*>(windows + w * a.windows_tap[kKind]) = in[w + 1];
   }
+  if (kKind > 0)
+    if (bfloat16* const ring = head.at<bfloat16>(kKind == 1 ? kRawK : kRawV); ring && first + t < a.L)
+      *reinterpret_cast<Quad<bfloat16>*>(ring + (first + t) * (kKind == 1 ? a.rawk_step : a.rawv_step) + d) = raw;
 }
 
-/// Decays of kOwn tokens, as above.
-template <int kOwn, class M>
-__device__ __forceinline__ void gates(const HeadsCall& a, const Head& head, M& s, int t0, int first, int n, int lane) {
+/// Decays of token t.
+template <class M>
+__device__ __forceinline__ void gates(const HeadsCall& a, const Head& head, M& s, int t, int first, int lane) {
   const int d = lane * 4;
   const float amplitude = head.amplitude;
-  float bias[4];
+  float bias[4], x[4];
   row_of_four(s.bias + d, bias);
-  float* ring = head.at<float>(kRingG);
-  ring = ring ? ring + (first + t0) * a.ring_g_step + d : nullptr;
-#pragma unroll 2
-  for (int i = 0; i < kOwn; ++i) {
-    const int t = t0 + i;
-    float x[4];
-    unpack(*reinterpret_cast<const Quad<bfloat16>*>(s.g[t] + d), x);
-    if (a.safe_gate) {
+  unpack(*reinterpret_cast<const Quad<bfloat16>*>(s.g(t) + d), x);
+  if (a.safe_gate) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) x[e] = a.lower_bound * sigmoid(amplitude * (x[e] + bias[e]));
-    } else {
-      const float inverse_beta = 1.0f / a.softplus_beta, threshold = fminf(a.softplus_threshold, 80.0f);
+    for (int e = 0; e < 4; ++e) x[e] = a.lower_bound * sigmoid(amplitude * (x[e] + bias[e]));
+  } else {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float z = x[e] + bias[e], y = z * a.softplus_beta;
-        x[e] = -(amplitude * (y > threshold || z != z ? z : softplus(y) * inverse_beta));
-      }
+    for (int e = 0; e < 4; ++e) {
+      const float z = x[e] + bias[e], y = z * a.softplus_beta, soft = softplus(y) * a.inverse_beta;
+      x[e] = -(amplitude * (y > a.softplus_threshold || z != z ? z : soft));
     }
-    if (ring && t < n && first + t < a.L) *reinterpret_cast<float4*>(ring) = make_float4(x[0], x[1], x[2], x[3]);
-    ring = ring ? ring + a.ring_g_step : nullptr;
-    *reinterpret_cast<float4*>(s.decay[t] + d) = make_float4(exp_of(x[0]), exp_of(x[1]), exp_of(x[2]), exp_of(x[3]));
   }
+  if (float* const ring = head.at<float>(kRingG); ring && first + t < a.L)
+    *reinterpret_cast<float4*>(ring + (first + t) * a.ring_g_step + d) = make_float4(x[0], x[1], x[2], x[3]);
+  *reinterpret_cast<float4*>(s.decay[t] + d) = make_float4(exp_of(x[0]), exp_of(x[1]), exp_of(x[2]), exp_of(x[3]));
+}
+
+/// All that is done to token t of the block before tokens meet; of 16 warps two share a token.
+template <class M>
+__device__ __forceinline__ void prepare(const HeadsCall& a, const Head& head, M& s, int warp, int first, int n, int lane) {
+  const int t = warp % kTokens;
+  if (t >= n) return;
+  const bool keys = M::kWorkers == 8 || warp < 8, rest = M::kWorkers == 8 || warp >= 8;
+  Quad<bfloat16> in[3][4];
+  if (keys) load_inputs(s, 0, t, lane, in[0]), load_inputs(s, 1, t, lane, in[1]);
+  if (rest) load_inputs(s, 2, t, lane, in[2]);
+  if (keys) convolve<0>(a, head, s, t, first, lane, in[0]), convolve<1>(a, head, s, t, first, lane, in[1]);
+  if (rest) convolve<2>(a, head, s, t, first, lane, in[2]), gates(a, head, s, t, first, lane);
 }
 
 /// Token t's output: its rounding, the gated norm (squares of 16 rows in turn, and these sums in a tree), the store.
@@ -404,7 +417,7 @@ __device__ __forceinline__ void finish(const HeadsCall& a, const Head& head, M& 
     const float r = rsqrtf(sum * (1.0f / kDim) + a.norm_eps);
     float g[4], weight[4];
     row_of_four(s.weight + d, weight);
-    unpack(*reinterpret_cast<const Quad<bfloat16>*>(s.gate[turn & 1][t] + d), g);
+    unpack(*reinterpret_cast<const Quad<bfloat16>*>(s.gate(turn, t) + d), g);
 #pragma unroll
     for (int e = 0; e < 4; ++e) o[e] = o[e] * r * weight[e] * quick_sigmoid(g[e]);
   }

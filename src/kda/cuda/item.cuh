@@ -16,19 +16,23 @@ struct Item {
 struct Coming {
   int low, high;
 
-  __device__ __forceinline__ std::int64_t value(const Index& a) const {
-    return a.wide ? static_cast<std::int64_t>(static_cast<std::uint64_t>(static_cast<std::uint32_t>(high)) << 32 |
-                                              static_cast<std::uint32_t>(low))
-                  : low;
+  /// What does not fit becomes an end of the range, which is no slot, row or token of any tensor.
+  template <class Indices>
+  __device__ __forceinline__ int value(const Indices& a) const {
+    return a.wide && high != low >> 31 ? high >> 31 ^ 0x7FFFFFFF : low;
   }
 };
+__device__ __forceinline__ const int* address_of(const Index& a, std::int64_t i) {
+  return static_cast<const int*>(a.data) + (i * a.stride[0] << (a.wide ? 1 : 0));
+}
 /// kEarly: before the kernels before this one are done. Such a value may be overtaken, so it must not stay in L1.
-template <bool kEarly>
-__device__ __forceinline__ Coming ask(const Index& a, std::int64_t i) {
-  const int* const p = static_cast<const int*>(a.data) + (i * a.stride[0] << (a.wide ? 1 : 0));
+template <bool kEarly, class Indices, class I>
+__device__ __forceinline__ Coming ask(const Indices& a, I i) {
   Coming c = {0, 0};
-  if (a) c.low = kEarly ? __ldcg(p) : *p;
-  if (a && a.wide) c.high = kEarly ? __ldcg(p + 1) : p[1];
+  if (a) {
+    const int *const p = address_of(a, i), *const high = p + (a.wide ? 1 : 0);
+    c.low = kEarly ? __ldcg(p) : *p, c.high = kEarly ? __ldcg(high) : *high;
+  }
   return c;
 }
 
@@ -54,18 +58,18 @@ __device__ __forceinline__ Item item_of(const Call& a, std::int64_t head) {
   const int request = place_of(a, head, it);
   const Coming slot_of = ask<kEarly>(a.slots, request), begin_of = ask<kEarly>(a.cu, request), end_of = ask<kEarly>(a.cu, request + 1),
                row_of = ask<kEarly>(a.rows, request);
-  const int each = a.cu ? 0 : tokens_each(a);
-  const std::int64_t slot = slot_of.value(a.slots), begin = a.cu ? begin_of.value(a.cu) : static_cast<std::int64_t>(request) * each,
-                     end = a.cu ? end_of.value(a.cu) : begin + each;
-  std::int64_t row = a.rows ? row_of.value(a.rows) : request;
+  const int each = a.cu ? 0 : tokens_each(a), slot = slot_of.value(a.slots);
+  const int begin = a.cu ? begin_of.value(a.cu) : request * each, end = a.cu ? end_of.value(a.cu) : begin + each;
+  const int row = a.rows ? row_of.value(a.rows) : request;
   const bool null = slot <= a.null_slot, inside = 0 <= begin && begin <= end && end <= a.T;
   it.padding = null ? !a.null_from_zero : slot < 0 || slot >= a.pool;
   if (!keeps_rows(a) || (null && !(a.null_from_zero && a.snapshots)) || (a.null_from_zero && row < 0))
-    row = -1;
+    it.row = -1;
   else
-    it.padding |= row < 0 || row >= a.row_count;
-  it.slot = null || it.padding ? -1 : static_cast<int>(slot), it.row = it.padding ? -1 : static_cast<int>(row);
-  it.begin = inside ? static_cast<int>(begin) : 0, it.tokens = inside ? static_cast<int>(end - begin) : 0;
+    it.padding |= row < 0 || row >= a.row_count, it.row = row;
+  it.slot = null || it.padding ? -1 : slot;
+  if (it.padding) it.row = -1;
+  it.begin = inside ? begin : 0, it.tokens = inside ? end - begin : 0;
   it.padding |= it.tokens > a.steps || (a.parents && it.tokens > a.columns);
   return it;
 }

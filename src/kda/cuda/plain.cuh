@@ -26,19 +26,19 @@ __device__ __forceinline__ void direct(const HeadsCall& a, M& s, Finder& finder,
     if (logits) s.beta[turn & 1][lane] = beta;
     if (ring) *ring = beta;
   };
-  finder.pop(a, s, s.head[0]);
+  finder.go_on(a, s);
+  finder.peek(s.first);
   ptx::barrier_arrive(&s.found);
+  finder.pop(a, s, s.head[0]);
   const Head* head = &s.head[0];
   int number = 0, first = 0;
-  if (head->tokens > 0) {
-    ask(*head, 0, min(kTokens, head->tokens));
-    betas(0);
-    ptx::barrier_arrive(&s.first_here);
-    request_state(*head, s, lane);  // by now the workers have asked for the tokens, which would wait behind the states of all CTAs
-  }
+  ask(*head, 0, min(kTokens, head->tokens));
+  betas(0);
+  ptx::barrier_arrive(&s.first_here);
+  request_state(*head, s, lane);  // by now the workers have asked for the tokens, which would wait behind the states of all CTAs
 #pragma unroll 1
   for (int turn = 0; head->tokens > 0; ++turn) {
-    if (first == 0) finder.pop(a, s, s.head[(number + 1) % 3]);
+    if (first == 0) finder.go_on(a, s), finder.pop(a, s, s.head[(number + 1) % 3]);
     const int n = min(kTokens, head->tokens - first);
     const bool last = first + n == head->tokens;
     const Head& next = last ? s.head[(number + 1) % 3] : *head;
@@ -58,41 +58,42 @@ __device__ __forceinline__ void direct(const HeadsCall& a, M& s, Finder& finder,
 
 template <class M>
 __device__ __forceinline__ void work(const HeadsCall& a, M& s, int warp, int lane) {
-  constexpr int kWorkers = M::kWorkers, kOwn = kTokens * 4 / kWorkers;
+  constexpr int kWorkers = M::kWorkers;
   if (a.gate && static_cast<int>(threadIdx.x) < kDim)
     s.weight[threadIdx.x] = a.weight_bf16 ? core::to_float(static_cast<const bfloat16*>(a.weight)[threadIdx.x])
                                           : static_cast<const float*>(a.weight)[threadIdx.x];
   ptx::barrier_wait(&s.found, 0);
+  request_first(a, s);
+  ptx::barrier_wait(&s.first_here, 0);
   const Head* head = &s.head[0];
   int first = 0, phases = 0;  // bit 0: of turns; bit 1: of states that have come
-  if (head->tokens > 0) {
-    request_first(a, *head, s, min(kTokens, head->tokens));
-    ptx::barrier_wait(&s.first_here, 0);
-  }
 #pragma unroll 1
   while (head->tokens > 0) {  // a turn is a block of a head's tokens
     const int n = min(kTokens, head->tokens - first);
     const bool last = first + n == head->tokens;
     // What depends on these is found anew in every turn, so that it takes no registers from one turn to the next.
     asm volatile("" : "+r"(warp), "+r"(lane));
-    const int kind = warp * 4 / kWorkers, t0 = warp % (kWorkers / 4) * kOwn;
-    if (kind < 3)
-      convolve<kOwn>(a, *head, s, kind, t0, first, n, lane);
-    else
-      gates<kOwn>(a, *head, s, t0, first, n, lane);
+    if (M::kFrozen) warp &= kWorkers - 1, lane &= 31;
+    prepare(a, *head, s, warp, first, n, lane);
     leave<kStageRead>(s);
     sync_workers<M>();
     if constexpr (M::kFrozen) {
+      // Columns' later rows go to 8 warps, all else to the others, or to the same ones: earlier tokens' operands with an earlier column.
       float end[4];
-      if (warp < n) column(a, s, warp, n, lane, end);
-      if (kWorkers == 8 ? warp < n : warp >= 8 && warp - 8 < n) operands(a, s, warp % 8, n, lane);
+      const int other = kWorkers == 8 ? warp : warp - 8;
+      if (warp < n && n > kTokens / 2) column<true>(a, s, warp, lane, end);
+      if (0 <= other && other < min(n, kTokens / 2)) {
+        float unused[4];
+        column<false>(a, s, other, lane, unused);
+      }
+      if (0 <= other && other < n) operands(a, s, other, n, lane);
       sync_workers<M>();
       if (!last && warp < n) keep_end(s, warp, lane, end);
       if (first == 0) ptx::barrier_wait(&s.state_here, phases >> 1);
-      Sums<M> sums;
-      multiply_state(s, warp, lane, sums);
+      multiply_state(s, warp, lane);
       if (last) leave<kStateRead>(s);
-      outputs(s, warp, n, phases & 1, !last, lane, sums);
+      sync_workers<M>();
+      if (warp < kDim / 32) outputs(s, warp * 32 + lane, n, phases & 1, !last);
     } else {
       if (warp < n) scalars(a, s, warp, lane);
       sync_workers<M>();
@@ -130,11 +131,13 @@ __global__ void __launch_bounds__(M::kThreads, M::kEach) kernel(const __grid_con
     finder.fill(a);
   }
   // The parameters: a first read of 64 bytes is a miss, so the warps take them all at the same time.
-  constexpr int kLine = 8, kWords = sizeof(HeadsCall) / 8, kFirst = offsetof(HeadsCall, places) / 8, kPlaceWords = sizeof(s.places) / 8;
-  for (int line = warp; line * kLine < kWords; line += kThreads / 32)
-    if (const int i = line * kLine + lane; lane < kLine && i < kWords) {
+  constexpr int kLine = 8, kWords = sizeof(HeadsCall) / 8, kLines = (kWords + kLine - 1) / kLine;
+  constexpr int kFirst = offsetof(HeadsCall, places) / 8, kPlaceWords = sizeof(s.places) / 8;
+#pragma unroll
+  for (int line = 0; line < kLines; line += kThreads / 32)
+    if (const int i = (line + warp) * kLine + lane; lane < kLine && i < kWords) {
       const std::uint64_t word = reinterpret_cast<const std::uint64_t*>(&a)[i];
-      if (kFirst <= i && i < kFirst + kPlaceWords) reinterpret_cast<std::uint64_t*>(s.places)[i - kFirst] = word;
+      if (kFirst <= i && i < kFirst + kPlaceWords) reinterpret_cast<std::uint64_t*>(&s.places)[i - kFirst] = word;
       asm volatile("" ::"l"(word));
     }
   if (threadIdx.x == 0) {
@@ -155,7 +158,7 @@ __global__ void __launch_bounds__(M::kThreads, M::kEach) kernel(const __grid_con
   else if (warp < kWorkers)
     work(a, s, warp, lane);
   // Tokens that belong to no request.
-  const std::int64_t behind = a.cu ? index(a.cu, a.N) : a.T;
+  const int behind = a.cu ? ask<false>(a.cu, a.N).value(a.cu) : a.T;
   if (behind >= 0)
     for (std::int64_t t = behind + blockIdx.x; t < a.T; t += gridDim.x)
       for (int hv = 0; hv < a.HV; ++hv) clear<M>(a, s, t, t + 1, hv, static_cast<int>(threadIdx.x), kThreads);
