@@ -25,10 +25,11 @@ struct World {
   std::unique_ptr<Pair<i32>> slot_tokens, slot_locs, scratch;
   std::vector<std::pair<const char*, Bytes*>> arrays;  // that must be equal after a call
 
-  /// `requests`: how many, 0: a few.
-  World(unsigned seed, bool large, bool native, bool single, i64 requests = 0)
+  /// `requests`: how many, 0: a few; `hot` slots, 0: as many as fall.
+  World(unsigned seed, bool large, bool native, bool single, i64 requests = 0, i64 hot = 0)
       : random(seed * 2654435761u + 17), R(random.pick(1, large ? 6 : 5)), H(large ? random.pick(300, 4200) : random.pick(1, 80)) {
     if (requests > 0) R = requests;
+    if (hot > 0) H = hot;
     P = single ? random.pick(1, 6) : random.pick(0, large ? 70 : 6);
     if (single && seed % 2 == 0) H = (H + 7) / 8 * 8, P = 8;  // tables that bulk copies can take
     L = large ? random.pick(H + 100, 20000) : random.pick(4, 200);
@@ -353,9 +354,9 @@ TEST(HisparseGpu, SglangsStateEqualsTheCpu) {
 
 // --------------------------------------------------------------------------------------------------------- single step
 
-void single_world(unsigned seed, bool large, int shapes, int replays, i64 requests = 0) {
+void single_world(unsigned seed, bool large, int shapes, int replays, i64 requests = 0, i64 hot = 0) {
   SCOPED_TRACE(::testing::Message() << "seed " << seed << ", large " << large);
-  World w(seed, large, false, true, requests);
+  World w(seed, large, false, true, requests, hot);
   Pair<i16> lru({w.R, w.H});
   std::vector<i16> order(at(w.R * w.H));
   for (i64 r = 0; r < w.R; ++r) {
@@ -411,6 +412,7 @@ TEST(HisparseGpu, SingleStepAndReplayEqualTheCpu) {
   for (unsigned seed = 1; seed <= (small() ? 0u : 4u) && !HasFailure(); ++seed) single_world(1000 + seed, true, 2, 2);
   // So many that host rows are read only once a miss is known to be one.
   for (unsigned seed = 1; seed <= (small() ? 1u : 4u) && !HasFailure(); ++seed) single_world(2000 + seed, false, 2, 2, 50);
+  if (!small()) single_world(3000, true, 2, 2, 1, 17000);  // tables beyond one block's shared memory
 }
 
 /// Plans of many rows, most of them short or empty, some beyond the real ones.
