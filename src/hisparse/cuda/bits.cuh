@@ -27,6 +27,43 @@ __device__ __forceinline__ void cluster_leave() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
+// The same through the shared memory of a peer, by some warps only. Addresses are those of ptx::shared().
+__device__ __forceinline__ u32 remote(u32 address, u32 cta) {
+  u32 there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(cta));
+  return there;
+}
+__device__ __forceinline__ u64 remote_cas(u32 address, u64 expected, u64 value) {
+  u64 old;
+  asm volatile("atom.relaxed.cluster.shared::cluster.cas.b64 %0, [%1], %2, %3;" : "=l"(old) : "r"(address), "l"(expected), "l"(value) : "memory");
+  return old;
+}
+__device__ __forceinline__ u32 remote_load(u32 address) {
+  u32 value;
+  asm volatile("ld.relaxed.cluster.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
+/// What this thread knows of is visible to whoever waits.
+__device__ __forceinline__ void remote_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+/// Publishes nothing but that `bytes` of copies are to come.
+__device__ __forceinline__ void remote_expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.relaxed.cluster.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void remote_copy(u32 to, u32 from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "r"(from), "r"(bytes),
+               "r"(barrier)
+               : "memory");
+}
+__device__ __forceinline__ void cluster_barrier_wait(u64* barrier, u32 phase) {
+  asm volatile(
+      "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}\n" ::"r"(
+          ptx::shared(barrier)),
+      "r"(phase)
+      : "memory");
+}
+
 // --------------------------------------------------------------------------------------------- 4 bytes to shared memory
 
 /// Asynchronous, without a register on the way.

@@ -89,6 +89,10 @@ __device__ __forceinline__ std::uint8_t load_once(const std::uint8_t* p) {
   return static_cast<std::uint8_t>(v);
 }
 
+__device__ __forceinline__ void store_shared(u32 address, uint4 v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
 /// What a lane reads that has nothing to read.
 __device__ const uint4 nothing = {};
 
@@ -116,6 +120,17 @@ struct Flight {
       for (u32 q = 0; q < kSteps; ++q)
         piece[i][q] =
             load_once(j + 32 * q < end ? reinterpret_cast<const T*>(from[i]) + (j + 32 * q) : reinterpret_cast<const T*>(&nothing));
+    }
+  }
+  /// The same addresses again; into shared memory, one row behind the other.
+  __device__ __forceinline__ void keep(const std::byte* mine, u32 address, u32 bytes) const {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const auto* from = reinterpret_cast<const std::byte*>(__shfl_sync(kFull, reinterpret_cast<u64>(mine), i));
+      const u32 j = first(from), end = from != nullptr ? bytes / static_cast<u32>(sizeof(T)) : 0;
+#pragma unroll
+      for (u32 q = 0; q < kSteps; ++q)
+        if (j + 32 * q < end) store_shared(address + i * bytes + (j + 32 * q) * static_cast<u32>(sizeof(T)), piece[i][q]);
     }
   }
   /// The same addresses again, and the destinations; null drops a row.

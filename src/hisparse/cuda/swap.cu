@@ -1,56 +1,69 @@
-// Both multi-step swaps, one launch: a cluster of CTAs resolves one batch row, chooses the victims and moves the rows.
+// The multi-step swaps, one launch: a cluster of CTAs resolves one batch row, chooses the victims and moves the rows.
 //
-// What the time goes into, and hence the shape. A warp's scattered access costs a cycle a lane wherever it goes, a barrier of a cluster
-// that publishes 500 to 900, an access to a peer's shared memory 1 300 when every thread makes one. So each CTA has the request's slot
-// tables in its own shared memory (bulk copies: no instructions), the occurrences are dealt to the CTAs 32 at a time, and the CTAs talk to
-// each other exactly once: each sends every other one box with what it saw hit and the tokens that it misses (bulk copies too; a
-// barrier in the receiver's shared memory counts their bytes). From then on all of them know the same and do the same:
+// What the time goes into, and hence the shape. A row of the host is two microseconds away and the link brings a hundred rows in one more, so
+// the link must be asked as early as can be, and for each missing token once; where a row goes can be settled while it travels. A warp's
+// scattered access costs a cycle a lane wherever it goes, so each CTA has the request's slot tables in its own shared memory (bulk copies:
+// no instructions). The occurrences are dealt to the CTAs 32 at a time:
 //
-//   tokens, lengths, request -> hints, and the slot tables into shared memory -> resident: answered. Else the host row, and the token goes
-//   into the list in my box -> the boxes cross -> a hash table of all missing tokens, where the smallest occurrence of each stays ->
-//   a CTA moves the rows that its own occurrences asked for first, and asks the link for them now -> while those are on their way half of
-//   the warps number the misses (ranks in the set of first occurrences), choose the victims (a histogram of the keys, a threshold, one
-//   compaction), write tables, plan and answers -> the rows land in the victims' places, the rest of the rows follow.
+//   tokens, lengths, request -> hints, and the slot tables into shared memory -> resident: answered. Else the host row, and the token is
+//   claimed in a hash table that lies over the shared memory of the cluster; there the smallest occurrence of each token stays. Who was
+//   first to claim a token brings its row: half of the warps (movers) ask the link at once and put the rows into a stash in shared memory
+//   -> the others (the thinking warps) tell all CTAs which columns were hit (one box to each peer: a bulk copy, counted by a barrier in the
+//   receiver's shared memory) -> now all claims are in: each CTA looks up the smallest occurrences of its tokens, and tells all which
+//   of its own occurrences these are -> all know the same and do the same: the misses are numbered (ranks in the set of first occurrences),
+//   the victims chosen (a histogram of the keys, a threshold, one compaction); each CTA writes tables, plan and answers of the tokens that
+//   it claimed -> the stash goes where the victims were (bulk copies), rows that did not fit follow.
 //
-// A call without a miss ends behind the boxes. Nobody writes a table before all have sent their boxes, hence have read the tables.
+// A call without a miss ends behind the first boxes. Nobody writes a table before all have sent them, hence have read the tables. Very
+// large tables stay in global memory (kOrdinary false): then the CTAs also meet between the choice of the victims and the writing.
+//
+// The thinking warps hand over to the movers through a barrier that counts (an mbarrier) at which each of their threads arrives: with barriers
+// of the hardware in use among some warps, racecheck takes arrivals at the one for arrivals at the other, and it does not see that a
+// lane may arrive for its warp.
 #include <algorithm>
 #include <string>
 
 #include "cuda/launch.hpp"
 #include "hisparse/cuda/missing.cuh"
 #include "hisparse/cuda/rows.cuh"
-#include "hisparse/cuda/swap.hpp"
 
 namespace specstate::hisparse::cuda {
 namespace {
 
-constexpr u32 kThreads = 512;
-
-constexpr u32 kWarps = kThreads / 32;
-// While these choose the victims, the others bring the first rows.
-constexpr u32 kPolicyThreads = 256, kPolicyWarps = kPolicyThreads / 32;
-constexpr u32 kTaken = 0xFFFFFFFFu;  // key of a slot that cannot be a victim
+constexpr u32 kThreads = 512, kWarps = kThreads / 32;
+constexpr u32 kPolicyThreads = 256, kPolicyWarps = kPolicyThreads / 32;  // these do the thinking
+constexpr u32 kMovers = kWarps - kPolicyWarps;                           // these bring rows meanwhile
+constexpr u32 kTaken = 0xFFFFFFFFu;                                      // key of a slot that cannot be a victim
 constexpr u32 kBinBits = 11, kBins = 1u << kBinBits;
 constexpr u32 kMostTailMap = 2048;
-constexpr u32 kMostOccurrences = 32768;       // a number fits into 15 bits
-constexpr u32 kDeep = 2;                      // occurrences that a thread looks up at once
-constexpr u32 kBatch = 4;                     // slots that a thread looks at at once
-constexpr std::int32_t kMissing = INT32_MIN;  // no answer yet
-constexpr u32 kNoHostRow = 0x80000000u;       // in a token of a list
-constexpr u32 kGroup = 4;                     // rows that a warp has under way
+constexpr i64 kMostSteps = 64;           // of an ordinary call
+constexpr i64 kMostOccurrences = 65536;  // a number fits into 16 bits
+constexpr u32 kBatch = 4;  // slots that a thread looks at at once
+constexpr u32 kGroup = 4;  // rows that a warp has under way
+constexpr u32 kMostStash = 256;
 using Group = Flight<uint4, kGroup, 2>;
-constexpr u32 kEarlyRows = kGroup * (kWarps - kPolicyWarps);
+// What served() says of an occurrence in a list: its token's place in the table of claims, later the token's first occurrence; or
+constexpr u32 kNowhere = 0x3FFFFFFFu;                       // sglang's state: no host row
+constexpr u32 kInSlot = 0x40000000u, kLastSlot = 0xFFFFFu;  // sglang's state: kInSlot + kLastSlot - slot, found in spite of its index
+constexpr u32 kAnswered = 0xFFFFFFFFu;
 
 /// Sizes and places in shared memory, the same for all CTAs of a launch.
 struct Plan {
   u32 cluster, cluster_bits;  // CTAs of a batch row, a power of two
-  u32 slice, words;           // occurrences of a CTA, a multiple of 32; words of a set of all occurrences
-  u32 columns_words, hot_words, tail_mask, scratch_words, table_bits;
-  bool bulk, eager;  // tables can be copied in bulk; host rows are read before they are known to be needed
+  u32 slice, words;           // occurrences of a CTA, a multiple of 128; words of a set of all occurrences
+  u32 table_bits, part_bits;  // of the table of claims: all entries, those of a CTA
+  u32 columns_words, hot_words, tail_mask, scratch_words, filter_mask;
+  u32 stash_rows;  // that fit into what is left
+  u32 context, tail;
+  // Ordinary calls: strides of the selection and the answers in elements (step, place), of the request's hints and host rows in bytes.
+  std::int32_t token_step, token_place, out_step, out_place, hint_bytes, host_bytes;
+  bool bulk;       // tables can be copied in bulk
   Divider by_step;
-  u32 box, box_bytes, box_token, box_occurrence;  // one a CTA; inside it: the tokens and numbers of what it misses
-  u32 table, tokens, locs, ages, code, row, target, list, first, first_before, hits, victims, victims_before, bins, tail_key, tail_column,
-      scratch, scratch_before, bytes;
+  u32 box, box_bytes, firsts;                 // one a CTA each: what it saw hit; which of its occurrences were first
+  u32 claims;                                 // their table
+  u32 token, target, row, served, number;             // the lists
+  u32 tokens, locs, ages;                     // the slot tables
+  u32 first, first_before, hits, victims, victims_before, bins, tail_key, tail_column, scratch, scratch_before, filter, stash, bytes;
 };
 
 template <class Args>
@@ -58,16 +71,20 @@ constexpr bool kNative = false;
 template <>
 constexpr bool kNative<SwapInArgs> = true;
 
-struct Shared {            // the fixed part
-  u64 told, staged;        // barriers: all CTAs have sent their lists, the tables are here
-  u32 moves, again, next;  // rows of this CTA; occurrences of what is moved anyway; the next row that no warp has taken
-  u32 count;               // of my list
-  u32 low, high;           // range of the keys
-  u32 bucket, rest;        // of the n-th smallest key
+struct Shared {             // the fixed part
+  u64 told, ranked;         // barriers: all CTAs have told what they saw hit, which occurrences were first
+  u64 staged[3];            // the tables are here: tokens, rows, ages
+  u64 placed, met;          // it is known where the rows go; the thinking warps of all CTAs have come here
+  u32 lists;                // lengths of mine: moves() | again() << 16
+  u32 next;                 // the first row that neither the stash nor a warp has taken
+  u32 busy;                 // there is something to move
+  u32 low, high;            // range of the keys
+  u32 bucket, bucket_rest;  // of the n-th smallest key
   u32 warp_sum[kWarps];
+  std::int32_t lengths[kMostSteps];  // of an ordinary call
 };
 
-/// What every CTA tells every other one: this, the set of the columns that it saw hit, its list.
+/// What every CTA tells every other one: this, and the set of the columns that it saw hit.
 struct Head {
   u32 count, bad, unused[2];
 };
@@ -78,15 +95,20 @@ struct Now {
   bool restart;            // native
 };
 
-template <class Args>
+template <class Args, u32 kDeep, bool kOrdinary>
 struct Swap {
   const Args& x;
   const CopyGeometry& copy;
   const Plan& plan;
   std::byte* memory;
-  u32 rank, parity;
+  u32 rank;
+  u32 phase, busy_phase, met_phase;  // of the barriers: a row; a row with something to move; a meeting
   i64 b, r;
   Now now;
+  // Of the batch row and its request, in an ordinary call.
+  const std::int32_t* selection;
+  std::int32_t* answers;
+  const std::byte *hints, *hosts;
 
   template <class T>
   __device__ __forceinline__ T* at(u32 offset) const {
@@ -94,14 +116,18 @@ struct Swap {
   }
   __device__ __forceinline__ u32* words(u32 offset) const { return at<u32>(offset); }
   __device__ __forceinline__ Shared& s() const { return *at<Shared>(0); }
-  __device__ __forceinline__ u32 box(u32 c) const { return plan.box + c * plan.box_bytes; }
-  __device__ __forceinline__ const Head& head(u32 c) const { return *at<Head>(box(c)); }
-  __device__ __forceinline__ u32* seen(u32 c) const { return words(box(c) + sizeof(Head)); }
-  __device__ __forceinline__ u32* box_token(u32 c) const { return words(box(c) + plan.box_token); }
-  __device__ __forceinline__ std::uint16_t* box_occurrence(u32 c) const { return at<std::uint16_t>(box(c) + plan.box_occurrence); }
-  __device__ __forceinline__ std::int32_t* code() const { return at<std::int32_t>(plan.code); }
+  __device__ __forceinline__ Head& head(u32 c) const { return *at<Head>(plan.box + c * plan.box_bytes); }
+  __device__ __forceinline__ u32* seen(u32 c) const { return words(plan.box + (kOrdinary ? c * plan.box_bytes + static_cast<u32>(sizeof(Head)) : plan.cluster * plan.box_bytes)); }
+  __device__ __forceinline__ u32* my_first() const { return words(plan.firsts) + rank * (plan.slice / 32); }
+  // My lists of what is missing: what I claimed, from the front; what others did (or nobody can), from the back.
+  __device__ __forceinline__ u32 moves() const { return s().lists & 0xFFFFu; }
+  __device__ __forceinline__ u32 again() const { return s().lists >> 16; }
+  __device__ __forceinline__ u32 back(u32 j) const { return plan.slice - 1 - j; }
+  __device__ __forceinline__ u32* token() const { return words(plan.token); }
+  __device__ __forceinline__ std::int32_t* target() const { return at<std::int32_t>(plan.target); }  // (native: takes the token's place)
   __device__ __forceinline__ u32* row_of() const { return words(plan.row); }
-  __device__ __forceinline__ std::uint16_t* list() const { return at<std::uint16_t>(plan.list); }
+  __device__ __forceinline__ u32* served() const { return words(plan.served); }
+  __device__ __forceinline__ std::uint16_t* number() const { return at<std::uint16_t>(plan.number); }
 
   __device__ __forceinline__ u32 occurrences() const { return static_cast<u32>(x.steps * x.top_k); }
   __device__ __forceinline__ u32 hot() const { return static_cast<u32>(x.hot); }
@@ -110,17 +136,27 @@ struct Swap {
   __device__ __forceinline__ u32 occurrence(u32 i) const { return ((i >> 5 << plan.cluster_bits) + rank) << 5 | (i & 31u); }
   __device__ __forceinline__ u32 index(u32 occurrence) const { return occurrence >> (5 + plan.cluster_bits) << 5 | (occurrence & 31u); }
   __device__ __forceinline__ void answer(u32 occurrence, std::int32_t loc) const {
-    const u32 step = plan.by_step(occurrence);
-    x.out(b, step, occurrence - step * static_cast<u32>(x.top_k)) = loc;
+    const u32 step = plan.by_step(occurrence), place = occurrence - step * static_cast<u32>(x.top_k);
+    if constexpr (kOrdinary)
+      answers[i64{plan.out_step} * step + i64{plan.out_place} * place] = loc;
+    else
+      x.out(b, step, place) = loc;
   }
-  __device__ __forceinline__ std::int32_t slot_token(u32 c) const { return at<std::int32_t>(plan.tokens)[c]; }
-  __device__ __forceinline__ std::int32_t slot_loc(u32 c) const { return at<std::int32_t>(plan.locs)[c]; }
+  __device__ __forceinline__ std::int32_t slot_token(u32 c) const {
+    if constexpr (kOrdinary) return at<std::int32_t>(plan.tokens)[c];
+    return x.slot_tokens(r, c);
+  }
+  __device__ __forceinline__ std::int32_t slot_loc(u32 c) const {
+    if constexpr (kOrdinary) return at<std::int32_t>(plan.locs)[c];
+    return x.slot_locs(r, c);
+  }
   __device__ __forceinline__ static void set_bit(u32* set, u32 bit) { atomicOr(set + (bit >> 5), 1u << (bit & 31u)); }
   __device__ __forceinline__ static bool has_bit(const u32* set, u32 bit) { return set[bit >> 5] >> (bit & 31u) & 1u; }
+  __device__ __forceinline__ static void policy_barrier() { ptx::barrier_of(1, kPolicyThreads); }
 
-  __device__ void padding(std::int32_t sentinel) const {
+  __device__ void padding(std::int32_t sentinel, u32 threads) const {
 #pragma unroll 1
-    for (u32 i = threadIdx.x; occurrence(i) < occurrences(); i += kThreads) answer(occurrence(i), sentinel);
+    for (u32 i = threadIdx.x; occurrence(i) < occurrences(); i += threads) answer(occurrence(i), sentinel);
     if (rank != 0 || threadIdx.x != 0) return;
     if (x.plan.src) x.plan.count(b) = 0;
     if constexpr (kNative<Args>) {
@@ -131,18 +167,23 @@ struct Swap {
 
   // ---------------------------------------------------------------------------------------------------------- resolve
 
+  __device__ __forceinline__ static void fill(u32* p, u32 n, u32 value) {  // n in whole fours
+#pragma unroll 1
+    for (u32 i = threadIdx.x * 4; i < n; i += kThreads * 4) *reinterpret_cast<uint4*>(p + i) = make_uint4(value, value, value, value);
+  }
   __device__ __forceinline__ void clear() const {
-#pragma unroll 1
-    for (u32 i = threadIdx.x; i < plan.columns_words; i += kThreads) seen(rank)[i] = 0;
-#pragma unroll 1
-    for (u32 i = threadIdx.x; i < plan.words; i += kThreads) words(plan.first)[i] = 0;
-    if (plan.tail_mask)
-#pragma unroll 1
-      for (u32 i = threadIdx.x; i <= plan.tail_mask; i += kThreads) words(plan.tail_key)[i] = words(plan.tail_column)[i] = kEmpty;
+    fill(seen(rank), (plan.columns_words + 3) & ~3u, 0);
+    fill(my_first(), plan.slice / 32, 0);
+    fill(words(plan.claims), 2u << plan.part_bits, kEmpty);
+    if constexpr (!kNative<Args>) fill(words(plan.filter), (plan.filter_mask + 1) / 32, 0);
+    if (plan.tail_mask) {
+      fill(words(plan.tail_key), plan.tail_mask + 1, kEmpty);
+      fill(words(plan.tail_column), plan.tail_mask + 1, kEmpty);
+    }
     if (threadIdx.x == 0) {
-      s().moves = s().again = s().count = s().high = 0;
+      s().lists = s().high = 0;
       s().low = kTaken;
-      s().next = kEarlyRows;
+      s().next = plan.stash_rows;
     }
   }
 
@@ -152,22 +193,27 @@ struct Swap {
     else
       return &x.policy(r + 1, 0);
   }
+  __device__ __forceinline__ i64 ages_step() const {
+    if constexpr (kNative<Args>)
+      return x.stamps.s1;
+    else
+      return x.policy.s1;
+  }
   /// The request's tables into shared memory.
   __device__ __forceinline__ void stage() const {
+    if constexpr (!kOrdinary) return;
     if (plan.bulk) {
-      if (threadIdx.x == 0) {
-        ptx::barrier_expect(&s().staged, 4 * (2 * columns() + hot()));
-        ptx::bulk_load(words(plan.tokens), &x.slot_tokens(r, 0), 4 * columns(), &s().staged);
-        ptx::bulk_load(words(plan.locs), &x.slot_locs(r, 0), 4 * columns(), &s().staged);
-        ptx::bulk_load(words(plan.ages), ages(), 4 * hot(), &s().staged);
-      }
+      if (threadIdx.x != 0) return;
+      const auto load = [&](int table, u32 to, const std::int32_t* from, u32 n) {
+        ptx::barrier_expect(&s().staged[table], 4 * n);
+        ptx::bulk_load(words(to), from, 4 * n, &s().staged[table]);
+      };
+      load(0, plan.tokens, &x.slot_tokens(r, 0), columns());
+      load(1, plan.locs, &x.slot_locs(r, 0), columns());
+      load(2, plan.ages, ages(), hot());
       return;
     }
-    i64 step = 1;
-    if constexpr (kNative<Args>)
-      step = x.stamps.s1;
-    else
-      step = x.policy.s1;
+    const i64 step = ages_step();
 #pragma unroll 1
     for (u32 c = threadIdx.x; c < columns(); c += kThreads) {
       async_word(words(plan.tokens) + c, &x.slot_tokens(r, c));
@@ -175,30 +221,77 @@ struct Swap {
       if (c < hot()) async_word(words(plan.ages) + c, ages() + c * step);
     }
   }
-  /// Every thread, before the block's barrier that follows.
-  __device__ __forceinline__ void await_tables() const {
+  /// Every thread that is to read it; the tokens before a barrier of the block.
+  __device__ __forceinline__ void await_table(int table) const {
+    if constexpr (!kOrdinary) return;
     if (plan.bulk)
-      ptx::barrier_wait(&s().staged, parity);
-    else
+      ptx::barrier_wait(&s().staged[table], phase);
+    else if (table == 0)
       async_wait();
   }
 
+  /// Lengths of the steps of an ordinary call, before the block's barrier that follows.
+  __device__ __forceinline__ void stage_lengths() const {
+    if constexpr (kOrdinary)
+      if (threadIdx.x < static_cast<u32>(x.steps)) s().lengths[threadIdx.x] = clamp(load_wide(x.seq_lens, b, threadIdx.x));
+  }
+  __device__ __forceinline__ static std::int32_t clamp(i64 n) { return static_cast<std::int32_t>(min(max(n, i64{0}), i64{INT32_MAX})); }
+  /// What is read first of an occurrence; nothing here waits for it.
   struct Asked {
     std::int32_t token;
-    i64 length;
+    u32 low, high;  // of the length; ordinary: low is the step
   };
   __device__ __forceinline__ Asked ask(u32 i) const {
     const u32 o = occurrence(i);
-    if (o >= occurrences()) return {-1, 0};
-    const u32 step = plan.by_step(o);
-    return {x.tokens(b, step, o - step * static_cast<u32>(x.top_k)), load_wide(x.seq_lens, b, step)};
+    Asked a{-1, 0, 0};
+    if (o < occurrences()) {
+      const u32 step = plan.by_step(o), place = o - step * static_cast<u32>(x.top_k);
+      if constexpr (kOrdinary) {
+        a.token = selection[i64{plan.token_step} * step + i64{plan.token_place} * place];
+        a.low = step;
+      } else {
+        const u32* const length = wide_at(x.seq_lens, b, step);
+        a.token = x.tokens(b, step, place);
+        a.low = length[0];
+        if (x.seq_lens.bytes == 8) a.high = length[1];
+      }
+    }
+    return a;
+  }
+  __device__ __forceinline__ std::int32_t length(const Asked& a) const {
+    if constexpr (kOrdinary) return s().lengths[a.low];
+    return clamp(x.seq_lens.bytes == 8 ? static_cast<i64>(static_cast<u64>(a.high) << 32 | a.low) : static_cast<std::int32_t>(a.low));
+  }
+  /// The host row of token t; what row_of_host() makes of it: kEmpty if there is none.
+  struct HostRow {
+    u32 low, high;
+  };
+  __device__ __forceinline__ HostRow ask_host(std::int32_t t) const {
+    HostRow h{kEmpty, kEmpty};
+    if (static_cast<u32>(t) >= plan.context) return h;
+    const u32* p;
+    if constexpr (kOrdinary)
+      p = reinterpret_cast<const u32*>(hosts + i64{plan.host_bytes} * t);
+    else
+      p = wide_at(x.host_locs, r, t);
+    h.low = p[0];
+    if (x.host_locs.bytes == 8) h.high = p[1];
+    return h;
+  }
+  __device__ __forceinline__ u32 row_of_host(const HostRow& h) const {
+    const i64 row = x.host_locs.bytes == 8 ? static_cast<i64>(static_cast<u64>(h.high) << 32 | h.low) : static_cast<std::int32_t>(h.low);
+    return row >= 0 && row < copy.host_rows ? static_cast<u32>(row) : kEmpty;
   }
   /// Where token t was put last, kEmpty nowhere.
   __device__ __forceinline__ u32 hint(std::int32_t t) const {
     if constexpr (kNative<Args>) {
-      const i64 where = r * x.token_slots.s0 + t * x.token_slots.s1;
-      return x.token_slots.bytes == 4 ? static_cast<const u32*>(x.token_slots.data)[where]
-                                      : static_cast<u32>(static_cast<const std::int16_t*>(x.token_slots.data)[where]);
+      const std::byte* p;
+      if constexpr (kOrdinary)
+        p = hints + i64{plan.hint_bytes} * t;
+      else
+        p = static_cast<const std::byte*>(x.token_slots.data) + (r * x.token_slots.s0 + t * x.token_slots.s1) * x.token_slots.bytes;
+      return x.token_slots.bytes == 4 ? *reinterpret_cast<const u32*>(p)
+                                      : static_cast<u32>(*reinterpret_cast<const std::int16_t*>(p));
     } else {
       const i64 e0 = x.index(r, 0, layout::bank_place(0, static_cast<u32>(t), x.hash_size)),
                 e1 = x.index(r, 1, layout::bank_place(1, static_cast<u32>(t), x.hash_size));
@@ -248,225 +341,247 @@ struct Swap {
     return bad;
   }
 
-  /// Answers what is resident into code(), sets the columns in seen(rank), puts the rest into my list. Returns whether the tables are bad.
+  // The table of claims: place p lies in CTA p >> part_bits. An entry is token << 32 | its smallest occurrence, all ones if empty.
+  __device__ __forceinline__ u32 claim_at(u32 p) const {
+    return remote(ptx::shared(words(plan.claims) + 2 * (p & below(plan.part_bits))), p >> plan.part_bits);
+  }
+  /// The place of token t, where occurrence o is noted; `mine`: nobody had asked for t before. All that it writes has come back as a value,
+  /// hence is done, when it returns: so no fence is needed before others are told, and a fence would wait for rows of the host.
+  __device__ __forceinline__ u32 claim(u32 t, u32 o, bool& mine) const {
+    constexpr u64 kNobody = ~u64{0};
+    const u64 asks = u64{t} << 32 | o;
+    u32 p = t * 2654435769u >> (32 - plan.table_bits);
+    u64 found;
+#pragma unroll 1
+    while ((found = remote_cas(claim_at(p), kNobody, asks)) != kNobody && found >> 32 != t) p = (p + 1) & below(plan.table_bits);
+    mine = found == kNobody;
+#pragma unroll 1
+    while (!mine && found > asks) {
+      const u64 old = remote_cas(claim_at(p), found, asks);
+      if (old == found) break;
+      found = old;
+    }
+    return p;
+  }
+  /// A place for each lane of the warp that has something: in the list of what is mine or in the other one.
+  __device__ __forceinline__ u32 place_in_lists(bool some, bool mine) const {
+    const u32 front = __ballot_sync(kFull, some && mine), rear = __ballot_sync(kFull, some && !mine);
+    u32 before = 0;
+    if (lane_id() == 0 && (front | rear) != 0) before = atomicAdd(&s().lists, static_cast<u32>(__popc(front)) | static_cast<u32>(__popc(rear)) << 16);
+    before = __shfl_sync(kFull, before, 0);
+    return mine ? (before & 0xFFFFu) + __popc(front & below(lane_id())) : back((before >> 16) + __popc(rear & below(lane_id())));
+  }
+  __device__ __forceinline__ u32 filter_bit(u32 t) const { return (t * 2654435769u >> 9) & plan.filter_mask; }
+
+  /// Answers what is resident, sets its columns in seen(rank), claims the rest and puts it into my lists. Returns whether the tables are bad.
   __device__ __forceinline__ bool resolve(const Asked (&begin)[kDeep]) const {
     Asked asked[kDeep];
 #pragma unroll
     for (u32 q = 0; q < kDeep; ++q) asked[q] = begin[q];
-    bool bad = false;
 #pragma unroll 1
     for (u32 round = 0; round < plan.slice; round += kDeep * kThreads) {
       const u32 base = round + threadIdx.x;
       u32 h[kDeep];
-      std::int32_t length[kDeep];
-      i64 source[kDeep];
+      std::int32_t token_[kDeep], n[kDeep];
 #pragma unroll
       for (u32 q = 0; q < kDeep; ++q) {
-        const std::int32_t t = asked[q].token;
-        length[q] = static_cast<std::int32_t>(min(max(asked[q].length, i64{0}), i64{INT32_MAX}));
-        const bool known = t >= 0 && t < length[q] && (t < x.context || !kNative<Args>);
+        n[q] = length(asked[q]);
+        token_[q] = asked[q].token < n[q] ? asked[q].token : -1;
         h[q] = kEmpty;
-        source[q] = -1;
-        if (known) h[q] = hint(t);
-        if (plan.eager && known && t < x.context) source[q] = load_wide(x.host_locs, r, t);
-      }
-      if (round == 0) {
-        await_tables();
-        __syncthreads();  // the tables and the tail's map are complete
-        bad = bad_tables();
-      }
-#pragma unroll
-      for (u32 q = 0; q < kDeep; ++q) {
-        const u32 i = base + q * kThreads;
-        const std::int32_t t = asked[q].token;
-        const bool asks = t >= 0 && t < length[q];
-        u32 column = kEmpty;
-        if (asks && x.tail > 0 && length[q] - t <= x.tail) column = in_tail(t);
-        if (asks && column == kEmpty) {
-          if (!kNative<Args> && t < x.hot && slot_token(t) == t)
-            column = t;
-          else if (h[q] < hot() && slot_token(h[q]) == t)
-            column = h[q];
-        }
-        std::int32_t loc = -1;
-        bool misses = false;
-        if (column != kEmpty) {
-          set_bit(seen(rank), column);
-          loc = max(slot_loc(column), -1);
-        } else if (asks) {
-          if (!plan.eager && t < x.context) source[q] = load_wide(x.host_locs, r, t);
-          const bool on_host = source[q] >= 0 && source[q] < copy.host_rows;
-          misses = on_host || !kNative<Args>;  // sglang's index may have lost a resident token that has no host row
-          if (!on_host) source[q] = kEmpty;
-        }
-        const u32 all = __ballot_sync(kFull, misses);
-        if (all != 0) {
-          u32 e = 0;
-          if (lane_id() == 0) e = atomicAdd(&s().count, __popc(all));
-          e = __shfl_sync(kFull, e, 0) + __popc(all & below(lane_id()));
-          if (misses) {
-            const u32 row = static_cast<u32>(source[q]);
-            box_token(rank)[e] = static_cast<u32>(t) | (row == kEmpty ? kNoHostRow : 0);
-            box_occurrence(rank)[e] = static_cast<std::uint16_t>(occurrence(i));
-            row_of()[e] = row;
-            loc = kMissing;
-          }
-        }
-        if (i < plan.slice) code()[i] = loc;
+        if (kNative<Args> ? token_[q] >= 0 && static_cast<u32>(token_[q]) < plan.context : token_[q] >= static_cast<std::int32_t>(hot())) h[q] = hint(token_[q]);
       }
       if (round + kDeep * kThreads < plan.slice)
 #pragma unroll
         for (u32 q = 0; q < kDeep; ++q) asked[q] = ask(base + (kDeep + q) * kThreads);
-    }
-    return bad;
-  }
-
-  /// My box to all others, theirs to me. Behind a barrier of the block, by all.
-  __device__ __forceinline__ void tell() const {
-    if (plan.cluster == 1) return;
-    if (threadIdx.x < 32) {
-      ptx::fence_async();
-      __syncwarp();
-      const u32 count = head(rank).count, first = box(rank), tokens = plan.box_token + (count + 3) / 4 * 16, numbers = (count + 7) / 8 * 16;
-      if (lane_id() < plan.cluster && lane_id() != rank) {
-        const u32 bar = ptx::shared(&s().told), there = remote(bar, lane_id());
-        asm volatile("mbarrier.arrive.expect_tx.relaxed.cluster.shared::cluster.b64 _, [%0], %1;" ::"r"(there), "r"(tokens + numbers)
-                     : "memory");
-        send(first, tokens, there);
-        if (numbers > 0) send(first + plan.box_occurrence, numbers, there);
+      if (round == 0) {
+        await_table(0);
+        if (plan.tail > kMostTailMap) await_table(1);
+        __syncthreads();  // the tokens of the slots and the tail's map are complete
       }
-    }
-    asm volatile(
-        "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}\n" ::
-            "r"(ptx::shared(&s().told)),
-        "r"(parity)
-        : "memory");
-  }
-  static __device__ __forceinline__ u32 remote(u32 address, u32 cta) {
-    u32 there;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(cta));
-    return there;
-  }
-  __device__ __forceinline__ void send(u32 offset, u32 bytes, u32 barrier) const {
-    const u32 here = ptx::shared(memory + offset);
-    asm volatile(
-        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(remote(here, lane_id())),
-        "r"(here), "r"(bytes), "r"(barrier)
-        : "memory");
-  }
-
-  // -------------------------------------------------------------------------- who was first, the same in every CTA of the cluster
-  // A hash table of the missing tokens: its entries are number of the smallest occurrence << 16 | place in the lists.
-
-  __device__ __forceinline__ u32 listed(u32 place) const {  // a token with its flag
-    const u32 c = place >> 16 - plan.cluster_bits;
-    return box_token(c)[place & below(16 - plan.cluster_bits)];
-  }
-  __device__ __forceinline__ u32 home(u32 t, u32 bits) const { return t * 2654435769u >> (32 - bits); }
-  __device__ __forceinline__ void insert_all(u32 bits) const {
-    const u32 warp = threadIdx.x / 32, c = warp & (plan.cluster - 1), mask = below(bits);
-    u32* const table = words(plan.table);
-#pragma unroll 1
-    for (u32 e = (warp >> plan.cluster_bits) * 32 + lane_id(); e < head(c).count; e += ((kWarps - 1 - c) >> plan.cluster_bits) * 32 + 32) {
-      const u32 t = box_token(c)[e] & ~kNoHostRow;
-      const u32 mine = static_cast<u32>(box_occurrence(c)[e]) << 16 | c << (16 - plan.cluster_bits) | e;
-      for (u32 p = home(t, bits);; p = (p + 1) & mask) {
-        const u32 found = atomicCAS(table + p, kEmpty, mine);
-        if (found == kEmpty) break;
-        if ((listed(found & 0xFFFFu) & ~kNoHostRow) == t) {
-          atomicMin(table + p, mine);
-          break;
+      HostRow asked_row[kDeep];
+      u32 columns_[kDeep];
+      bool misses[kDeep];
+#pragma unroll
+      for (u32 q = 0; q < kDeep; ++q) {
+        const std::int32_t t = token_[q];
+        u32 column = kEmpty;
+        if (t >= 0) {
+          if (static_cast<u32>(n[q] - t) <= plan.tail) column = in_tail(t);  // (t < n)
+          if (column == kEmpty) {
+            if (!kNative<Args> && static_cast<u32>(t) < hot()) {  // sglang's state: most often in the slot of its own number
+              if (slot_token(t) == t)
+                column = t;
+              else
+                h[q] = hint(t);
+            }
+            if (column == kEmpty && h[q] < hot() && slot_token(h[q]) == t) column = h[q];
+          }
         }
+        misses[q] = t >= 0 && column == kEmpty;
+        if (misses[q]) asked_row[q] = ask_host(t);
+        columns_[q] = column;
+        if (column != kEmpty) set_bit(seen(rank), column);
       }
-    }
-  }
-  /// The place of t, kEmpty if nobody asks. (A table that is full of others is walked once.)
-  __device__ __forceinline__ u32 find(u32 t, u32 bits) const {
-    const u32 mask = below(bits), begin = home(t, bits);
-    u32 p = begin;
-    do {
-      const u32 value = *reinterpret_cast<volatile u32*>(words(plan.table) + p);
-      if (value == kEmpty) return kEmpty;
-      const u32 holds = value & kResident ? static_cast<u32>(slot_token(value & ~kResident)) : listed(value & 0xFFFFu) & ~kNoHostRow;
-      if (holds == t) return p;
-      p = (p + 1) & mask;
-    } while (p != begin);
-    return kEmpty;
-  }
-  /// sglang's state: a token that its index has lost may still sit in a slot. Every slot asks whether it is missed; the smallest wins.
-  __device__ __forceinline__ void ask_slots(u32 bits) const {
-#pragma unroll 1
-    for (u32 c = threadIdx.x; c < hot(); c += kThreads) {
-      const std::int32_t t = slot_token(c);
-      if (t < 0 || static_cast<u32>(t) == c) continue;
-      const u32 p = find(static_cast<u32>(t), bits);
-      if (p == kEmpty) continue;
-      u32* const entry = words(plan.table) + p;
-      u32 value = *reinterpret_cast<volatile u32*>(entry);
-      while ((value & kResident) == 0 || (value & ~kResident) > c) {
-        const u32 old = atomicCAS(entry, value, kResident | c);
-        if (old == value) break;
-        value = old;
-      }
-    }
-  }
-  /// The set of first occurrences; what of my list I serve, and what of it is served as another occurrence.
-  __device__ __forceinline__ void find_first(u32 bits) const {
-#pragma unroll 1
-    for (u32 p = threadIdx.x; p >> bits == 0; p += kThreads) {
-      const u32 value = words(plan.table)[p];
-      if (value == kEmpty) continue;
-      if (!kNative<Args> && (value & kResident))
-        set_bit(words(plan.hits), value & ~kResident);
-      else if (kNative<Args> || !(listed(value & 0xFFFFu) & kNoHostRow))
-        set_bit(words(plan.first), value >> 16);
-    }
-    const u32 count = head(rank).count;
-#pragma unroll 1
-    for (u32 base = threadIdx.x & ~31u; base < count; base += kThreads) {
-      const u32 e = base + lane_id();
-      bool first = false, again = false;
-      if (e < count) {
-        const u32 t = box_token(rank)[e], o = box_occurrence(rank)[e];
-        const u32 value = words(plan.table)[find(t & ~kNoHostRow, bits)];
-        if (!kNative<Args> && (value & kResident)) {
-          code()[index(o)] = max(slot_loc(value & ~kResident), -1);
-        } else if (t & kNoHostRow) {
-          code()[index(o)] = -1;
-        } else {
-          first = value >> 16 == o;
-          again = !first;
-          if (again) row_of()[e] = value >> 16;  // the occurrence that is served
+      if (round == 0) cluster_wait();  // all parts of the table of claims are empty
+#pragma unroll
+      for (u32 q = 0; q < kDeep; ++q) {
+        if (!__any_sync(kFull, misses[q])) continue;
+        const u32 o = occurrence(base + q * kThreads), t = static_cast<u32>(token_[q]);
+        bool mine = false;
+        u32 place = kNowhere, row = kEmpty;
+        if (misses[q]) {  // (the claim of a token without a row comes to nothing: nobody finds a row)
+          if (t < plan.context) place = claim(t, o, mine);
+          row = row_of_host(asked_row[q]);
+          if (row == kEmpty) {
+            mine = false;
+            place = kNowhere;
+            if (kNative<Args>) misses[q] = false;  // (sglang's index may have lost a resident token that has no host row)
+          }
         }
+        const u32 e = place_in_lists(misses[q], mine);
+        if (!misses[q]) continue;
+        token()[e] = t;
+        row_of()[e] = row;
+        served()[e] = place;
+        number()[e] = static_cast<std::uint16_t>(o);
+        if constexpr (!kNative<Args>) set_bit(words(plan.filter), filter_bit(t));
       }
-      append(first, &s().moves, e, false);
-      append(again, &s().again, e, true);
+      if (round == 0) await_table(1);
+#pragma unroll
+      for (u32 q = 0; q < kDeep; ++q) {
+        const u32 o = occurrence(base + q * kThreads);
+        if (!misses[q] && o < occurrences()) answer(o, columns_[q] != kEmpty ? max(slot_loc(columns_[q]), -1) : -1);
+      }
     }
+    return bad_tables();
   }
-  __device__ __forceinline__ void append(bool mine, u32* count, u32 e, bool from_end) const {
-    const u32 all = __ballot_sync(kFull, mine);
+
+  /// sglang's state: a token that its index has lost may still sit in a slot. Every slot asks whether this CTA misses its token; the smallest
+  /// one wins. By the thinking warps; a set of hashes leaves out nearly all slots.
+  __device__ __forceinline__ void ask_slots() const {
+    const u32 moves_ = moves(), all = moves_ + again();
     if (all == 0) return;
-    u32 j = 0;
-    if (lane_id() == 0) j = atomicAdd(count, __popc(all));
-    j = __shfl_sync(kFull, j, 0) + __popc(all & below(lane_id()));
-    if (mine) list()[from_end ? plan.slice - 1 - j : j] = static_cast<std::uint16_t>(e);
+#pragma unroll 1
+    for (u32 base = threadIdx.x & ~31u; base < hot(); base += kBatch * kPolicyThreads) {
+      std::int32_t t[kBatch];
+#pragma unroll
+      for (u32 q = 0; q < kBatch; ++q) t[q] = slot_token(min(base + q * kPolicyThreads + lane_id(), hot() - 1));
+#pragma unroll
+      for (u32 q = 0; q < kBatch; ++q) {
+        const u32 c = base + q * kPolicyThreads + lane_id();
+        u32 maybe = __ballot_sync(kFull, (c < hot()) & (t[q] >= 0) & (static_cast<u32>(t[q]) != c) &
+                                             has_bit(words(plan.filter), filter_bit(static_cast<u32>(t[q]))));
+#pragma unroll 1
+        for (; maybe != 0; maybe &= maybe - 1) {
+          const u32 lane = __ffs(maybe) - 1, wanted = static_cast<u32>(__shfl_sync(kFull, t[q], lane));
+#pragma unroll 1
+          for (u32 j = lane_id(); j < all; j += 32) {
+            const u32 e = j < moves_ ? j : back(j - moves_);
+            if (token()[e] == wanted) atomicMax(served() + e, kInSlot + kLastSlot - (base + q * kPolicyThreads + lane));
+          }
+        }
+      }
+    }
+    policy_barrier();
+#pragma unroll 1
+    for (u32 j = threadIdx.x; j < all; j += kPolicyThreads) {
+      const u32 v = served()[j < moves_ ? j : back(j - moves_)];
+      if (v >= kInSlot) set_bit(seen(rank), kInSlot + kLastSlot - v);
+    }
+  }
+
+  // ------------------------------------------------------------------------------------------- what the CTAs tell each other
+
+  /// `bytes` at `offset` to the same place in all other CTAs, by one warp; what other threads wrote there lies behind a fence and a barrier.
+  __device__ __forceinline__ void tell(u32 offset, u32 bytes, u64* barrier) const {
+    if (plan.cluster == 1) return;
+    __syncwarp();
+    if (lane_id() >= plan.cluster || lane_id() == rank) return;
+    const u32 here = ptx::shared(memory + offset), there = remote_barrier(barrier, lane_id());
+    remote_expect(there, bytes);
+    remote_copy(remote(here, lane_id()), here, bytes, there);
+  }
+  __device__ __forceinline__ void listen(u64* barrier, u32 parity) const {
+    if (plan.cluster > 1) cluster_barrier_wait(barrier, parity);
+  }
+  static __device__ __forceinline__ u32 remote_barrier(u64* barrier, u32 cta) { return remote(ptx::shared(barrier), cta); }
+  /// The thinking warps of the whole cluster (not the barrier of the cluster: that one is of all warps).
+  __device__ __forceinline__ void meet() {
+    policy_barrier();
+    if (threadIdx.x < plan.cluster) remote_arrive(remote_barrier(&s().met, threadIdx.x));
+    cluster_barrier_wait(&s().met, met_phase);
+    met_phase ^= 1;
+  }
+
+  /// Behind the boxes, by the thinking warps: what was hit, and who was first. False: nothing to move, all is done.
+  __device__ __forceinline__ bool learn() const {
+    listen(&s().told, phase);
+    u32 count = lane_id() < plan.cluster ? head(lane_id()).count : 0;
+    const bool bad = __any_sync(kFull, lane_id() < plan.cluster && head(lane_id()).bad != 0);
+    count = __reduce_add_sync(kFull, count);
+    if (bad) {
+      padding(-1, kPolicyThreads);
+      return false;
+    }
+#pragma unroll 1
+    for (u32 w = threadIdx.x; w < plan.columns_words; w += kPolicyThreads) {
+      u32 all = 0;
+#pragma unroll 1
+      for (u32 c = 0; c < plan.cluster; ++c) all |= kOrdinary ? seen(c)[w] : *ptx::in_block(seen(rank) + w, c);
+      words(plan.hits)[w] = all;
+    }
+    if constexpr (!kNative<Args>)
+      if (rank == 0 && threadIdx.x == 0) {  // before the index can be found full
+        auto& generation = x.scratch_state(0, layout::counter_column(layout::Counter::kGeneration, x.counter_requests, r));
+        generation = static_cast<std::int32_t>(layout::next_generation(static_cast<u32>(generation)));
+      }
+    if (count == 0) {
+      policy_barrier();
+      stamp_hits(false);
+      if (rank == 0 && threadIdx.x < 32) finish(0, 0, 0);
+      return false;
+    }
+    const u32 moves_ = moves(), all = moves_ + again();
+#pragma unroll 1
+    for (u32 j = threadIdx.x; j < all; j += kPolicyThreads) {
+      const u32 e = j < moves_ ? j : back(j - moves_), o = number()[e];
+      u32 v = served()[e];
+      if (!kNative<Args> && v >= kNowhere) {
+        answer(o, v >= kInSlot ? max(slot_loc(kInSlot + kLastSlot - v), -1) : -1);
+        target()[e] = -1;
+        v = kAnswered;
+      } else {
+        v = remote_load(claim_at(v));
+        if (v == o) set_bit(my_first(), index(o));
+      }
+      served()[e] = v;
+    }
+    ptx::fence_async();
+    policy_barrier();
+    if (threadIdx.x < 32) tell(plan.firsts + rank * (plan.slice / 8), plan.slice / 8, &s().ranked);
+    return true;
   }
   __device__ __forceinline__ u32 number_of(u32 o) const { return rank_of(words(plan.first), words(plan.first_before), o); }
-  /// Ranks of the first occurrences. Returns the number of misses.
+  /// The set of first occurrences in their order, and ranks. Returns the number of misses.
   __device__ __forceinline__ u32 rank_first() const {
-    const u32 *const set = words(plan.first), warp = threadIdx.x / 32;
+    const u32 warp = threadIdx.x / 32;
     u32 all = 0;
 #pragma unroll 1
     for (u32 base = 0; base < plan.words; base += kPolicyThreads) {
-      const u32 w = base + threadIdx.x, count = w < plan.words ? __popc(set[w]) : 0;
+      const u32 w = base + threadIdx.x;
+      u32 word = 0;
+      if (w < plan.words) word = words(plan.firsts)[(w & (plan.cluster - 1)) * (plan.slice / 32) + (w >> plan.cluster_bits)];
       u32 total;
-      u32 before = warp_sum_before(count, total);
+      u32 before = warp_sum_before(__popc(word), total);
       if (lane_id() == 0) s().warp_sum[kPolicyWarps + warp] = total;
       policy_barrier();
       const u32 sums = lane_id() < kPolicyWarps ? s().warp_sum[kPolicyWarps + lane_id()] : 0;
       before += all + __reduce_add_sync(kFull, lane_id() < warp ? sums : 0);
       all += __reduce_add_sync(kFull, sums);
-      if (w < plan.words) words(plan.first_before)[w] = before;
+      if (w < plan.words) {
+        words(plan.first)[w] = word;
+        words(plan.first_before)[w] = before;
+      }
       policy_barrier();
     }
     return all;
@@ -479,9 +594,20 @@ struct Swap {
     const u32 c = now.origin + ring;
     return c >= hot() ? c - hot() : c;
   }
-  __device__ __forceinline__ static void policy_barrier() { asm volatile("bar.sync 1, %0;" ::"n"(kPolicyThreads) : "memory"); }
+  __device__ __forceinline__ u32 key_of(u32 c, u32 age) const {
+    if constexpr (kNative<Args>)
+      age = now.restart ? 1u : min(max(age, 1u), kTaken - 1);
+    else
+      age = now.epoch_mask - ((now.call - age) & now.epoch_mask) + 1;
+    const bool taken = (slot_loc(c) < 0) | has_bit(words(plan.hits), c), empty = slot_token(c) < 0;
+    return taken ? kTaken : empty ? 0 : age;
+  }
+  __device__ __forceinline__ u32 age_of(u32 c) const {
+    if constexpr (kOrdinary) return words(plan.ages)[c];
+    return static_cast<u32>(ages()[c * ages_step()]);
+  }
 
-  /// The key of every slot takes the place of its age; s().low and high become a range that holds all of candidates.
+  /// The key of every slot takes the place of its age (if the tables are here); s().low and high become a range that holds all of candidates.
   __device__ __forceinline__ void make_keys() const {
     u32 low = kTaken, high = 0;
 #pragma unroll 1
@@ -490,18 +616,13 @@ struct Swap {
 #pragma unroll
       for (u32 q = 0; q < kBatch; ++q) {
         const u32 c = base + q * kPolicyThreads < hot() ? base + q * kPolicyThreads : base;
-        u32 age = words(plan.ages)[c];
-        if constexpr (kNative<Args>)
-          age = now.restart ? 1u : min(max(age, 1u), kTaken - 1);
-        else
-          age = now.epoch_mask - ((now.call - age) & now.epoch_mask) + 1;
-        k[q] = slot_loc(c) < 0 || has_bit(words(plan.hits), c) ? kTaken : slot_token(c) < 0 ? 0 : age;
+        k[q] = key_of(c, age_of(c));
       }
 #pragma unroll
       for (u32 q = 0; q < kBatch; ++q) {
         const u32 c = base + q * kPolicyThreads;
         if (c >= hot()) continue;
-        words(plan.ages)[c] = k[q];
+        if constexpr (kOrdinary) words(plan.ages)[c] = k[q];
         low = min(low, k[q]);
         high = max(high, k[q] == kTaken ? 0 : k[q]);
       }
@@ -520,17 +641,17 @@ struct Swap {
   __device__ __forceinline__ void keys(u32 w, u32 (&k)[kBatch]) const {
 #pragma unroll
     for (u32 q = 0; q < kBatch; ++q) {
-      const u32 p = (w + q * kPolicyWarps) * 32 + lane_id();
-      k[q] = words(plan.ages)[slot_of(min(p, hot() - 1))];
+      const u32 p = (w + q * kPolicyWarps) * 32 + lane_id(), c = slot_of(min(p, hot() - 1));
+      k[q] = kOrdinary ? age_of(c) : key_of(c, age_of(c));
       if (p >= hot()) k[q] = kTaken;
     }
   }
 
-  /// The min(wanted, candidates) smallest keys, ties in ring order, as a set with ranks. Returns how many.
-  __device__ __forceinline__ u32 choose_victims(u32 wanted) const {
+  /// The min(misses, candidates) smallest keys, ties in ring order, as a set with ranks. Returns how many; counts the misses meanwhile.
+  __device__ __forceinline__ u32 choose_victims(u32& wanted) const {
     const u32 warp = threadIdx.x / 32;
     u32* const bins = words(plan.bins);
-    u32 low = s().low, high = s().high, rest = wanted, n = wanted;  // take all keys below low, and `rest` of those equal to it
+    u32 low = s().low, high = s().high, rest = 0, n = 0;  // take all keys below low, and `rest` of those equal to it
     bool begin = true;
 #pragma unroll 1
     for (u32 shift = 1; shift > 0; begin = false) {
@@ -545,7 +666,12 @@ struct Swap {
         for (u32 q = 0; q < kBatch; ++q)
           if (k[q] != kTaken && k[q] - low <= range) atomicAdd(bins + ((k[q] - low) >> shift), 1u);
       }
-      policy_barrier();
+      if (begin) {
+        listen(&s().ranked, busy_phase);
+        rest = n = wanted = rank_first();
+      } else {
+        policy_barrier();
+      }
       constexpr u32 kEach = kBins / kPolicyThreads;
       u32 bin[kEach], sum = 0, total;
 #pragma unroll
@@ -561,9 +687,9 @@ struct Swap {
       const u32 sums = lane_id() < kPolicyWarps ? s().warp_sum[lane_id()] : 0;
       if (begin) {
         const u32 candidates = __reduce_add_sync(kFull, sums);
-        if (candidates <= wanted) {
-          n = candidates;
-          low = kTaken;
+        if (candidates <= wanted || wanted == 0) {
+          n = min(candidates, wanted);
+          low = wanted == 0 ? 0 : kTaken;
           rest = 0;
           break;
         }
@@ -578,17 +704,17 @@ struct Swap {
             bucket = i + 1;
           }
         s().bucket = threadIdx.x * kEach + bucket;
-        s().rest = rest - before;
+        s().bucket_rest = rest - before;
       }
       if (shift > 0)
 #pragma unroll
         for (u32 i = 0; i < kEach; i += 4) *reinterpret_cast<uint4*>(bins + threadIdx.x * kEach + i) = make_uint4(0, 0, 0, 0);
       policy_barrier();
       low += s().bucket << shift;
-      rest = s().rest;
+      rest = s().bucket_rest;
       high = low + min(high - low, (1u << shift) - 1);
     }
-    u32 *const victims = words(plan.victims), *const equal = words(plan.victims_before);
+  u32 *const victims = words(plan.victims), *const equal = words(plan.victims_before);
 #pragma unroll 1
     for (u32 w = warp; w < plan.hot_words; w += kBatch * kPolicyWarps) {
       u32 k[kBatch];
@@ -682,25 +808,15 @@ struct Swap {
   }
 
   // ---------------------------------------------------------------------------------------------------------- commit
-  // list()[j] is the j-th entry of my list that this CTA serves; row_of() its host row. target its device row after commit().
 
-  __device__ __forceinline__ void answer_hits(u32 me, u32 threads) const {
-#pragma unroll 1
-    for (u32 i = me; occurrence(i) < occurrences(); i += threads)
-      if (const std::int32_t loc = code()[i]; loc != kMissing) answer(occurrence(i), loc);
-  }
-  __device__ __forceinline__ void answer_again(u32 victims, u32 spare) const {
-#pragma unroll 1
-    for (u32 j = threadIdx.x; j < s().again; j += kPolicyThreads) {
-      const u32 e = list()[plan.slice - 1 - j], u = number_of(row_of()[e]);
-      answer(box_occurrence(rank)[e], u < victims ? slot_loc(victim(u)) : u - victims < spare ? spare_row(u - victims) : -1);
-    }
-  }
+  /// Tables, plan and answers of what this CTA claimed; target() becomes its device row.
   __device__ __forceinline__ void commit(u32 victims, u32 spare) const {
 #pragma unroll 1
-    for (u32 j = threadIdx.x; j < s().moves; j += kPolicyThreads) {
-      const u32 e = list()[j], o = box_occurrence(rank)[e], u = number_of(o);
-      const auto t = static_cast<std::int32_t>(box_token(rank)[e]);
+    for (u32 e = threadIdx.x; e < moves(); e += kPolicyThreads) {
+      const u32 first = served()[e];
+      if (!kNative<Args> && first == kAnswered) continue;
+      const u32 u = number_of(first);
+      const auto t = static_cast<std::int32_t>(token()[e]);
       std::int32_t loc = -1;
       if (u < victims) {
         const u32 slot = victim(u);
@@ -708,37 +824,52 @@ struct Swap {
         if constexpr (kNative<Args>) {
           x.stamps(r, slot) = layout::load_stamp(static_cast<std::int32_t>(now.call));
           x.token_slots.store(r, t, slot);
+          x.slot_tokens(r, slot) = t;
         } else {
           x.policy(r + 1, slot) = static_cast<std::int32_t>(now.call);
-          if (const std::int32_t old = slot_token(slot); old >= 0) index_erase(slot, old);
         }
-        x.slot_tokens(r, slot) = t;
       } else if (u - victims < spare) {
         loc = spare_row(u - victims);
       }
-      if constexpr (!kNative<Args>) words(plan.table)[j] = static_cast<u32>(t);  // for index_loaded()
-      at<std::int32_t>(plan.target)[e] = loc;                                    // (one CTA: where the token was)
-      answer(o, loc);
+      target()[e] = loc;
+      answer(number()[e], loc);
       if (x.plan.src && loc >= 0) {
         x.plan.src(b, u) = row_of()[e];
         x.plan.dst(b, u) = loc;
       }
     }
   }
+  /// The other occurrences of missing tokens.
+  __device__ __forceinline__ void answer_again(u32 victims, u32 spare) const {
+#pragma unroll 1
+    for (u32 j = threadIdx.x; j < again(); j += kPolicyThreads) {
+      const u32 e = back(j), first = served()[e];
+      if (!kNative<Args> && first == kAnswered) continue;
+      const u32 u = number_of(first);
+      answer(number()[e], u < victims ? slot_loc(victim(u)) : u - victims < spare ? spare_row(u - victims) : -1);
+    }
+  }
+  /// sglang's index and slots: what is loaded comes, what was evicted goes. A slot has its token before the index can name it: the exchange
+  /// has come back by then. So an entry that its slot does not confirm is free, whatever other CTAs are at.
   __device__ __forceinline__ void index_loaded(u32 victims) const {
     auto& generation = x.scratch_state(0, layout::counter_column(layout::Counter::kGeneration, x.counter_requests, r));
 #pragma unroll 1
-    for (u32 j = threadIdx.x; j < s().moves; j += kPolicyThreads) {
-      const u32 u = number_of(box_occurrence(rank)[list()[j]]);
-      if (u < victims && !index_insert(victim(u), static_cast<std::int32_t>(words(plan.table)[j])))
-        atomicOr(reinterpret_cast<u32*>(&generation), layout::kDegraded);
+    for (u32 e = threadIdx.x; e < moves(); e += kPolicyThreads) {
+      const u32 first = served()[e];
+      if (first == kAnswered) continue;
+      const u32 u = number_of(first);
+      if (u >= victims) continue;
+      const u32 slot = victim(u);
+      const auto t = static_cast<std::int32_t>(token()[e]), old = atomicExch(&x.slot_tokens(r, slot), t);
+      if (old != t && !index_insert(slot, t)) atomicOr(reinterpret_cast<u32*>(&generation), layout::kDegraded);
+      if (old >= 0 && old != t) index_erase(slot, old);
     }
   }
 
   /// Stamps of the hits in my share of the columns; with `restart` (once in 2^30 calls the order of use is forgotten) of all that is not loaded.
-  __device__ __forceinline__ void stamp_hits(u32 me, u32 threads, bool some_victims) const {
+  __device__ __forceinline__ void stamp_hits(bool some_victims) const {
 #pragma unroll 1
-    for (u32 c = rank * threads + me; c < hot(); c += plan.cluster * threads) {
+    for (u32 c = rank * kPolicyThreads + threadIdx.x; c < hot(); c += plan.cluster * kPolicyThreads) {
       const bool hit = has_bit(words(plan.hits), c);
       if constexpr (kNative<Args>) {
         if (hit)
@@ -792,177 +923,189 @@ struct Swap {
     }
   }
 
+  /// The victims, tables, plan and answers of what was missed, by the thinking warps.
+  __device__ __forceinline__ void decide() {
+    make_keys();
+    policy_barrier();
+    u32 misses;
+    const u32 victims = choose_victims(misses);
+    const u32 spare =
+        plan.scratch_words > 0 && misses > victims ? min(misses - victims, words(plan.scratch_before)[plan.scratch_words]) : 0;
+    if constexpr (!kOrdinary) meet();  // nobody looks at the tables any more
+    commit(victims, spare);
+    ptx::barrier_arrive(&s().placed);
+    answer_again(victims, spare);
+    stamp_hits(true);
+    if (rank == 0 && threadIdx.x / 32 == kPolicyWarps - 1) finish(misses, victims, spare);
+    if constexpr (!kNative<Args>) index_loaded(victims);
+  }
+
+  __device__ __forceinline__ const std::byte* row_at(u32 e) const { return host_at(copy, 0, row_of()[e]); }
+  /// The rows that fit into the stash, by the movers: asked for before anybody knows where they go.
+  __device__ __forceinline__ void bring() {
+    const u32 early = min(moves(), plan.stash_rows), item = static_cast<u32>(copy.item), first = (threadIdx.x / 32 - kPolicyWarps) * kGroup;
+#pragma unroll 1
+    for (u32 base = first; base < early; base += kMovers * kGroup) {
+      const u32 e = base + lane_id();
+      const std::byte* const from = lane_id() < kGroup && e < early ? row_at(e) : nullptr;
+      Group group;
+      group.load(from, item / 16);
+      group.keep(from, ptx::shared(memory + plan.stash) + base * item, item);
+    }
+    ptx::fence_async();
+    ptx::barrier_wait(&s().placed, phase);
+    if (s().busy == 0 || first >= early) return;
+    __syncwarp();
+#pragma unroll 1
+    for (u32 base = first; base < early; base += kMovers * kGroup)
+      if (const u32 e = base + lane_id(); lane_id() < kGroup && e < early)
+        if (const std::int32_t loc = target()[e]; loc >= 0) ptx::bulk_store(device_at(copy, 0, loc), memory + plan.stash + e * item, item);
+    ptx::bulk_commit();
+  }
+  /// The others, by whichever warp is free.
+  __device__ __forceinline__ void bring_rest() {
+    const u32 moves_ = moves();
+#pragma unroll 1
+    for (;;) {
+      const u32 step = plan.stash_rows > 0 ? kGroup : 32;
+      u32 first = 0;
+      if (lane_id() == 0) first = atomicAdd(&s().next, step);
+      first = __shfl_sync(kFull, first, 0);
+      if (first >= moves_) break;
+      const u32 e = first + lane_id();
+      const bool some = lane_id() < step && e < moves_;
+      const std::int32_t loc = some ? target()[e] : -1;
+      if (plan.stash_rows > 0) {
+        const std::byte* const from = loc >= 0 ? row_at(e) : nullptr;
+        Group group;
+        group.load(from, static_cast<u32>(copy.item) / 16);
+        group.store(from, loc >= 0 ? device_at(copy, 0, loc) : nullptr, static_cast<u32>(copy.item) / 16);
+      } else {
+        move_pool_rows(copy, some ? row_of()[e] : 0, loc, min(32u, moves_ - first));
+      }
+    }
+  }
+
   __device__ __forceinline__ void row(i64 batch_row) {
     b = batch_row;
     r = load_wide(x.requests, b, 0);
+    selection = &x.tokens(b, 0, 0);
+    answers = &x.out(b, 0, 0);
     i64 real = x.batch;
     if (x.num_real) real = *x.num_real;
     Asked asked[kDeep];
 #pragma unroll
     for (u32 q = 0; q < kDeep; ++q) asked[q] = ask(q * kThreads + threadIdx.x);
-    clear();
+    stage_lengths();
     real = min(max(real, i64{0}), x.batch);
     if (b >= real || r < 0 || r >= x.request_slots) {
-      padding(b >= real && !kNative<Args> ? 0 : -1);
+      cluster_wait();
+      padding(b >= real && !kNative<Args> ? 0 : -1, kThreads);
       return;
     }
+    if constexpr (kNative<Args>) hints = static_cast<const std::byte*>(x.token_slots.data) + r * x.token_slots.s0 * x.token_slots.bytes;
+    hosts = static_cast<const std::byte*>(x.host_locs.data) + r * x.host_locs.s0 * x.host_locs.bytes;
     stage();
     bool bad = !read_clock();
     __syncthreads();  // everything is clear
     map_tail();
 #pragma unroll 1
-    for (i64 other = threadIdx.x; other < real; other += kThreads) bad |= other != b && load_wide(x.requests, other, 0) == r;
+    for (i64 other = threadIdx.x; other < real; other += kThreads)
+      if (other != b) bad |= load_wide(x.requests, other, 0) == r;
     bad |= resolve(asked);
     ptx::fence_async();
     bad = __syncthreads_or(bad) != 0;
-    if (threadIdx.x == 0) *at<Head>(box(rank)) = {s().count, bad, {}};
-    __syncthreads();
-    tell();
-    parity ^= 1;
-    u32 count = lane_id() < plan.cluster ? head(lane_id()).count : 0;
-    bad = __any_sync(kFull, lane_id() < plan.cluster && head(lane_id()).bad != 0);
-    count = __reduce_add_sync(kFull, count);
-    if (bad) {
-      padding(-1);
-      return;
-    }
-#pragma unroll 1
-    for (u32 w = threadIdx.x; w < plan.columns_words; w += kThreads) {
-      u32 all = 0;
-#pragma unroll 8
-      for (u32 c = 0; c < plan.cluster; ++c) all |= seen(c)[w];
-      words(plan.hits)[w] = all;
-    }
-    if constexpr (!kNative<Args>)
-      if (rank == 0 && threadIdx.x == 0) {  // before the index can be found full
-        auto& generation = x.scratch_state(0, layout::counter_column(layout::Counter::kGeneration, x.counter_requests, r));
-        generation = static_cast<std::int32_t>(layout::next_generation(static_cast<u32>(generation)));
-      }
-    if (count == 0) {
-      answer_hits(threadIdx.x, kThreads);
-      __syncthreads();
-      stamp_hits(threadIdx.x, kThreads, false);
-      if (rank == 0 && threadIdx.x < 32) finish(0, 0, 0);
-      return;
-    }
-    const u32 bits = min(max(32 - __clz(2 * count - 1), 8), plan.table_bits);
-#pragma unroll 1
-    for (u32 p = threadIdx.x * 4; p >> bits == 0; p += kThreads * 4)
-      *reinterpret_cast<uint4*>(words(plan.table) + p) = make_uint4(kEmpty, kEmpty, kEmpty, kEmpty);
-    __syncthreads();
-    insert_all(bits);
-    __syncthreads();
-    if constexpr (!kNative<Args>) {
-      ask_slots(bits);
-      __syncthreads();
-    }
-    find_first(bits);
-    __syncthreads();
-    const u32 warp = threadIdx.x / 32, moves = s().moves;
-    const bool mover = warp >= kPolicyWarps;
-    const u32 pieces = static_cast<u32>(copy.item) / 16;
-    const bool fast = copy.vec == 16 && copy.item <= Group::kCover && copy.pairs == 1 && !copy.paged && !copy.skip;
-    const auto source = [&](u32 j) { return lane_id() < kGroup && j < moves ? host_at(copy, 0, row_of()[list()[j]]) : nullptr; };
-    const auto target = [&](u32 j) {
-      if (lane_id() >= kGroup || j >= moves) return static_cast<std::byte*>(nullptr);
-      const auto loc = at<std::int32_t>(plan.target)[list()[j]];
-      return loc >= 0 ? device_at(copy, 0, loc) : nullptr;
-    };
-    const u32 early = (warp - kPolicyWarps) * kGroup + lane_id();
-    Group group;
-    if (mover) {
-      if (fast) group.load(source(early), pieces);
-      if constexpr (!kNative<Args>) {
-        cluster_arrive_quietly();
-        cluster_wait();
-      }
+    bool busy;
+    if (threadIdx.x >= kPolicyThreads) {
+      bring();
+      busy = s().busy != 0;
     } else {
-      make_keys();
-      const u32 misses = rank_first();
-      answer_hits(threadIdx.x, kPolicyThreads);
-      const u32 victims = choose_victims(misses);
-      const u32 spare =
-          plan.scratch_words > 0 && misses > victims ? min(misses - victims, words(plan.scratch_before)[plan.scratch_words]) : 0;
-      commit(victims, spare);
-      answer_again(victims, spare);
-      stamp_hits(threadIdx.x, kPolicyThreads, true);
-      if (rank == 0 && warp == kPolicyWarps - 1) finish(misses, victims, spare);
       if constexpr (!kNative<Args>) {
-        cluster_arrive();  // all slots hold their new tokens
-        cluster_wait();
-        index_loaded(victims);
+        ask_slots();
+        ptx::fence_async();
       }
-    }
-    __syncthreads();
-    if (copy.skip) return;
-    if (fast && mover) group.store(source(early), target(early), pieces);
-    // The rest of the rows, to whichever warp is free.
-    const u32 step = fast ? kGroup : 32;
-#pragma unroll 1
-    for (;;) {
-      u32 first = 0;
-      if (lane_id() == 0) first = atomicAdd(&s().next, step);
-      first = __shfl_sync(kFull, first, 0);
-      if (!fast) first -= kEarlyRows;
-      if (first >= moves) break;
-      const u32 j = first + lane_id();
-      if (fast) {
-        const std::byte* const from = source(j);
-        Group more;
-        more.load(from, pieces);
-        more.store(from, target(j), pieces);
-      } else {
-        const bool some = j < moves;
-        move_pool_rows(copy, some ? row_of()[list()[j]] : 0, some ? at<std::int32_t>(plan.target)[list()[j]] : -1, min(32u, moves - first));
+      if (threadIdx.x == 0) {
+        head(rank) = {moves() + again(), bad, {}};
+        ptx::fence_async();
       }
+      await_table(2);
+      policy_barrier();
+      if (threadIdx.x < 32) tell(plan.box + rank * plan.box_bytes, kOrdinary ? plan.box_bytes : sizeof(Head), &s().told);
+      busy = learn();
+      if (threadIdx.x == 0) s().busy = busy;
+      if (busy)
+        decide();
+      else
+        ptx::barrier_arrive(&s().placed);
+      ptx::barrier_wait(&s().placed, phase);
     }
+    phase ^= 1;
+    busy_phase ^= busy;
+    if (!busy || copy.skip) return;
+    bring_rest();
+    ptx::bulk_wait_read<0>();
   }
 };
 
-template <class Args>
+template <class Args, u32 kDeep, bool kOrdinary>
 __global__ void __launch_bounds__(kThreads, 1)
     swap_kernel(const __grid_constant__ Args x, const __grid_constant__ CopyGeometry copy, const __grid_constant__ Plan plan) {
   extern __shared__ __align__(16) std::byte memory[];
   Shared& s = *reinterpret_cast<Shared*>(memory);
   if (threadIdx.x == 0) {
     ptx::barrier_init(&s.told, max(plan.cluster - 1, 1u));
-    ptx::barrier_init(&s.staged, 1);
+    ptx::barrier_init(&s.ranked, max(plan.cluster - 1, 1u));
+    for (u64& barrier : s.staged) ptx::barrier_init(&barrier, 1);
+    ptx::barrier_init(&s.placed, kPolicyThreads);
+    ptx::barrier_init(&s.met, plan.cluster);
     ptx::fence_barriers();
   }
+  Swap<Args, kDeep, kOrdinary> swap{x, copy, plan, memory, ptx::cluster_rank(), 0, 0, 0, 0, 0, {}, nullptr, nullptr, nullptr, nullptr};
+  swap.clear();
+  cluster_arrive();  // my part of the table of claims is empty, my barriers are ready
   ptx::wait_for_previous();
   ptx::let_next_start();
-  cluster_leave();  // the barriers of all CTAs are ready
-  Swap<Args> swap{x, copy, plan, memory, ptx::cluster_rank(), 0, 0, 0, {}};
   const u32 clusters = gridDim.x >> plan.cluster_bits;
-  for (i64 b = blockIdx.x >> plan.cluster_bits; b < x.batch; b += clusters) {
+#pragma unroll 1
+  for (i64 b = blockIdx.x >> plan.cluster_bits;;) {
     swap.row(b);
     ptx::fence_async();  // the next row's tables come where this one's were
     __syncthreads();
     cluster_leave();  // nobody reads what the next row will clear, or a CTA that is gone
+    if ((b += clusters) >= x.batch) break;
+    swap.clear();
+    cluster_arrive();
   }
 }
 
 // -------------------------------------------------------------------------------------------------------------- launch
 
 template <class Args>
-Plan make_plan(const Args& x, u32 cluster) {
+Plan make_plan(const Args& x, u32 cluster, bool ordinary) {
   Plan p{};
   const u32 O = static_cast<u32>(x.steps * x.top_k), W = static_cast<u32>(x.hot + x.tail), H = static_cast<u32>(x.hot);
   p.cluster = cluster;
   while ((1u << p.cluster_bits) < cluster) ++p.cluster_bits;
-  p.slice = std::max<u32>(32, (O + 32 * cluster - 1) / (32 * cluster) * 32);
+  p.slice = std::max<u32>(128, (O + 128 * cluster - 1) / (128 * cluster) * 128);
   p.words = p.slice * cluster / 32;
   p.columns_words = (W + 31) / 32;
   p.hot_words = (H + 31) / 32;
   p.scratch_words = static_cast<u32>((x.scratch + 31) / 32);
   if (x.tail > 0 && x.tail <= kMostTailMap) {
-    p.tail_mask = 1;
+    p.tail_mask = 3;
     while (p.tail_mask + 1 < 2 * static_cast<u32>(x.tail)) p.tail_mask = 2 * p.tail_mask + 1;
   }
-  p.table_bits = 8;
-  while ((1u << p.table_bits) < O) ++p.table_bits;
-  p.eager = cluster >= 8;
+  // Twice as many entries as there can be tokens with a host row: chains of a full table are long.
+  p.table_bits = p.cluster_bits + 4;
+  while ((i64{1} << p.table_bits) < 2 * std::min<i64>(O, x.context)) ++p.table_bits;
+  p.part_bits = p.table_bits - p.cluster_bits;
   p.by_step = Divider(static_cast<u32>(x.top_k));
+  p.context = static_cast<u32>(std::min<i64>(x.context, i64{1} << 31));
+  p.tail = static_cast<u32>(x.tail);
+  p.token_step = static_cast<std::int32_t>(x.tokens.s1), p.token_place = static_cast<std::int32_t>(x.tokens.s2);
+  p.out_step = static_cast<std::int32_t>(x.out.s1), p.out_place = static_cast<std::int32_t>(x.out.s2);
+  p.host_bytes = static_cast<std::int32_t>(x.host_locs.s1 * x.host_locs.bytes);
+  if constexpr (kNative<Args>) p.hint_bytes = static_cast<std::int32_t>(x.token_slots.s1 * x.token_slots.bytes);
   const auto aligned = [](const void* base, i64 row, i64 step) {
     return reinterpret_cast<std::uintptr_t>(base) % 16 == 0 && row % 4 == 0 && step == 1;
   };
@@ -973,24 +1116,23 @@ Plan make_plan(const Args& x, u32 cluster) {
   else
     p.bulk = p.bulk && aligned(x.policy.data, x.policy.s0, x.policy.s1);
   Carve take;
-  take((sizeof(Shared) + 3) / 4);
-  Carve box;
-  box(sizeof(Head) / 4);
-  box(p.columns_words);
-  p.box_token = box(p.slice);
-  p.box_occurrence = box(p.slice / 2);
-  p.box_bytes = box.bytes;
-  p.box = take(box.bytes / 4 * cluster);
-  p.table = take(1u << p.table_bits);
-  p.tokens = take(W);
-  p.locs = take(W);
-  p.ages = take(H);
-  p.code = take(p.slice);
+  take(sizeof(Shared) / 4);
+  p.box_bytes = static_cast<u32>(sizeof(Head)) + (ordinary ? (p.columns_words + 3) / 4 * 16 : 0);
+  p.box = take(p.box_bytes / 4 * cluster + (ordinary ? 0 : (p.columns_words + 3) / 4 * 4));
+  p.firsts = take(p.words);
+  p.claims = take(2u << p.part_bits);
+  p.token = take(p.slice);
+  p.target = kNative<Args> ? p.token : take(p.slice);
   p.row = take(p.slice);
-  p.target = cluster == 1 ? p.box + p.box_token : take(p.slice);
-  p.list = take(p.slice / 2);
+  p.served = take(p.slice);
+  p.number = take(p.slice / 2);
+  if (ordinary) {
+    p.tokens = take(W);
+    p.locs = take(W);
+    p.ages = take(H);
+  }
   p.first = take(p.words);
-  p.first_before = take(p.words + 1);
+  p.first_before = take(p.words);
   p.hits = take(p.columns_words);
   p.victims = take(p.hot_words);
   p.victims_before = take(p.hot_words + 1);
@@ -999,28 +1141,80 @@ Plan make_plan(const Args& x, u32 cluster) {
   p.tail_column = take(p.tail_mask ? p.tail_mask + 1 : 0);
   p.scratch = take(p.scratch_words);
   p.scratch_before = take(p.scratch_words + 1);
+  if constexpr (!kNative<Args>) {
+    p.filter_mask = 4095;
+    while (p.filter_mask + 1 < 32 * p.slice) p.filter_mask = 2 * p.filter_mask + 1;
+    p.filter = take((p.filter_mask + 1) / 32);
+  }
+  p.stash = take.bytes;
   p.bytes = take.bytes;
   return p;
 }
+/// What is left becomes the stash.
+void add_stash(Plan& p, const CopyGeometry& copy, u32 most) {
+  if (copy.vec != 16 || copy.item > Group::kCover || copy.pairs != 1 || copy.paged || copy.skip) return;
+  p.stash_rows = std::min({p.slice, kMostStash, (most - p.bytes) / static_cast<u32>(copy.item)});
+  p.bytes += p.stash_rows * static_cast<u32>(copy.item);
+}
 
-/// Whether four clusters of 16 CTAs fit on the GPU at once (asked once; 8 is what every GPU promises).
+/// Few steps and strides of 32 bits (and tables that fit into shared memory, see below).
 template <class Args>
-bool wide_clusters() {
-  static const bool fit = [] {
+bool is_ordinary(const Args& x) {
+  const auto narrow = [](i64 stride) { return -(i64{1} << 28) < stride && stride < (i64{1} << 28); };
+  bool yes = x.steps <= kMostSteps && narrow(x.tokens.s1) && narrow(x.tokens.s2) && narrow(x.out.s1) && narrow(x.out.s2) && narrow(x.host_locs.s1);
+  if constexpr (kNative<Args>) yes = yes && narrow(x.token_slots.s1);
+  return yes;
+}
+
+/// By the occurrences that one thread has.
+template <class Args>
+auto kernel_for(u32 slice, bool ordinary) {
+  return !ordinary               ? &swap_kernel<Args, 4, false>
+         : slice <= kThreads     ? &swap_kernel<Args, 1, true>
+         : slice <= 2 * kThreads ? &swap_kernel<Args, 2, true>
+                                 : &swap_kernel<Args, 4, true>;
+}
+/// How many clusters of 1, 2, 4, 8, 16 CTAs fit on the GPU at once (asked once).
+template <class Args>
+i64 clusters_at_once(u32 cluster) {
+  struct Fit {
+    i64 clusters[5] = {};
+  };
+  static const Fit fit = [] {
     const int most = specstate::cuda::device_info().shared_bytes - 1024;
-    SPECSTATE_CUDA_CHECK(cudaFuncSetAttribute(&swap_kernel<Args>, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
-    SPECSTATE_CUDA_CHECK(cudaFuncSetAttribute(&swap_kernel<Args>, cudaFuncAttributeMaxDynamicSharedMemorySize, most));
-    cudaLaunchAttribute attribute{};
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = 16, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = 64, config.blockDim = kThreads, config.dynamicSmemBytes = static_cast<std::size_t>(most);
-    config.attrs = &attribute, config.numAttrs = 1;
-    int clusters = 0;
-    SPECSTATE_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&clusters, &swap_kernel<Args>, &config));
-    return clusters >= 4;
+    for (const auto kernel :
+         {kernel_for<Args>(1, true), kernel_for<Args>(2 * kThreads, true), kernel_for<Args>(4 * kThreads, true), kernel_for<Args>(1, false)}) {
+      SPECSTATE_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
+      SPECSTATE_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most));
+    }
+    Fit f;
+    for (int bits = 0; bits < 5; ++bits) {
+      cudaLaunchAttribute attribute{};
+      attribute.id = cudaLaunchAttributeClusterDimension;
+      attribute.val.clusterDim.x = 1u << bits, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+      cudaLaunchConfig_t config{};
+      config.gridDim = 16, config.blockDim = kThreads, config.dynamicSmemBytes = static_cast<std::size_t>(most);
+      config.attrs = &attribute, config.numAttrs = 1;
+      int clusters = 0;
+      SPECSTATE_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&clusters, kernel_for<Args>(1, true), &config));
+      f.clusters[bits] = clusters;
+    }
+    return f;
   }();
-  return fit;
+  u32 bits = 0;
+  while ((1u << bits) < cluster) ++bits;
+  return fit.clusters[bits];
+}
+/// CTAs a batch row: as many as fit beside each other for all rows, since look-ups are latency; of a small call, no more than have work.
+template <class Args>
+u32 cluster_of(const Args& x) {
+  const auto at_once = [&](u32 cluster) {
+    const i64 most = clusters_at_once<Args>(cluster);
+    return x.sm_budget > 0 ? std::min(most, x.sm_budget / cluster) : most;
+  };
+  u32 cluster = x.steps * x.top_k > 4096 ? 16 : 8;
+  while (cluster > 1 && x.batch > at_once(cluster)) cluster /= 2;
+  return cluster;
 }
 
 template <class Args>
@@ -1028,24 +1222,32 @@ void run_swap(const Args& x, Stream stream) {
   if (x.batch == 0) return;
   const CopyGeometry copy = geometry(x.copy);
   check_rows(x.op, copy);
-  u32 cluster = cluster_for(x.batch, x.sm_budget);
-  // With fewer CTAs a row, or fewer clusters than rows, the other form is as fast.
-  if (cluster < 4 || clusters_for(x.batch, cluster, x.sm_budget) < x.batch) return run_large(x, stream);
-  if (x.steps * x.top_k > kMostOccurrences) return run_large(x, stream);
-  if constexpr (kNative<Args>)
-    if (x.batch <= 4 && x.steps * x.top_k > 4096 && (x.sm_budget == 0 || 16 * x.batch <= x.sm_budget) && wide_clusters<Args>())
-      cluster = 16;
+  if (x.steps * x.top_k > kMostOccurrences) too_large(x.op, x.hot, x.steps * x.top_k);
   const u32 most = static_cast<u32>(specstate::cuda::device_info().shared_bytes - 1024);
-  Plan plan = make_plan(x, cluster);
-  while (plan.bytes > most && cluster < 8) plan = make_plan(x, cluster *= 2);
-  if (plan.bytes > most) return run_large(x, stream);
+  u32 cluster = cluster_of(x);
+  // More CTAs if they are needed, tables in global memory if there is no room for them.
+  const u32 wanted = cluster;
+  bool ordinary = is_ordinary(x);
+  Plan plan = make_plan(x, cluster, ordinary);
+  while (plan.bytes > most) {
+    if (cluster < 16 && clusters_at_once<Args>(2 * cluster) > 0) {
+      cluster *= 2;
+    } else if (ordinary) {
+      ordinary = false;
+      cluster = wanted;
+    } else {
+      too_large(x.op, x.hot, x.steps * x.top_k);
+    }
+    plan = make_plan(x, cluster, ordinary);
+  }
+  add_stash(plan, copy, most);
   specstate::cuda::Launch shape;
-  shape.grid = specstate::cuda::blocks_for(x.batch, 1) * cluster;
+  shape.grid = clusters_for(x.batch, cluster, x.sm_budget) * cluster;
   shape.block = kThreads;
   shape.shared = plan.bytes;
   shape.cluster = cluster;
   shape.overlap = true;
-  specstate::cuda::launch(&swap_kernel<Args>, shape, stream, x, copy, plan);
+  specstate::cuda::launch(kernel_for<Args>(plan.slice, ordinary), shape, stream, x, copy, plan);
 }
 
 }  // namespace
