@@ -804,8 +804,14 @@ TEST(HisparseGpu, PageableHostMemoryIsRefused) {
 
 // -------------------------------------------------------------------------------------------------------------- sizes
 
+enum class Asked {
+  kMixed,     // three of four tokens among the first ones, the others anywhere
+  kNew,       // nothing that was asked for before, each token once: with steps * top_k = hot the whole hot buffer is replaced
+  kRepeated,  // the same new tokens in every step, each time in another order
+};
+
 /// sglang's published shape at `requests` requests, against the CPU.
-void published_shape(i64 requests, i64 steps, i64 top_k, i64 hot, i64 item, int calls) {
+void published_shape(i64 requests, i64 steps, i64 top_k, i64 hot, i64 item, int calls, Asked asked = Asked::kMixed) {
   SCOPED_TRACE(::testing::Message() << requests << " requests, hot " << hot << ", " << steps << " x " << top_k);
   Random random(9);
   const i64 L = 3 * hot, W = hot + 64, host_rows = 4096;
@@ -831,6 +837,12 @@ void published_shape(i64 requests, i64 steps, i64 top_k, i64 hot, i64 item, int 
   for (int call = 0; call < calls; ++call) {
     std::vector<i32> t(at(requests * steps * top_k));
     for (i32& x : t) x = static_cast<i32>(random.one_in(4) ? random.pick(0, L - 1) : random.pick(0, hot));
+    const i64 fresh = asked == Asked::kNew ? steps * top_k : asked == Asked::kRepeated ? top_k : 0;
+    for (i64 begin = 0; fresh > 0 && begin < requests * steps * top_k; begin += fresh) {
+      const auto first = t.begin() + begin;
+      std::iota(first, first + fresh, static_cast<i32>(call * fresh));
+      std::shuffle(first, first + fresh, random);
+    }
     tokens.set(t);
     for (const Where where : {Where::kHost, Where::kDevice}) {
       SwapInParams p;
@@ -856,6 +868,19 @@ TEST(HisparseGpu, ManyRequestsAndTheLargestCalls) {
   published_shape(2, 32, 2048, 16384, 64, 2);  // 65536 occurrences
   published_shape(1, 8, 8192, 65536, 16, 2);   // tables that no shared memory holds
   published_shape(2, 65536, 1, 5000, 16, 2);
+}
+
+TEST(HisparseGpu, EveryRowMissing) {
+  SPECSTATE_NEEDS_GPU();
+  for (const Asked asked : {Asked::kNew, Asked::kRepeated}) {
+    if (small()) {
+      published_shape(2, 2, 64, 128, 576, 2, asked);
+      continue;
+    }
+    for (const i64 requests : {1, 8, 20, 40}) published_shape(requests, 2, 2048, 4096, 576, 3, asked);
+    published_shape(3, 8, 1024, 8192, 1152, 3, asked);
+    published_shape(2, 4, 333, 1400, 640, 3, asked);
+  }
 }
 
 /// Pools of more than 2^31 bytes, and rows beyond 2^31 / 576.
