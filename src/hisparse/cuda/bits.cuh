@@ -35,7 +35,10 @@ __device__ __forceinline__ u32 remote(u32 address, u32 cta) {
 }
 __device__ __forceinline__ u64 remote_cas(u32 address, u64 expected, u64 value) {
   u64 old;
-  asm volatile("atom.relaxed.cluster.shared::cluster.cas.b64 %0, [%1], %2, %3;" : "=l"(old) : "r"(address), "l"(expected), "l"(value) : "memory");
+  asm volatile("atom.relaxed.cluster.shared::cluster.cas.b64 %0, [%1], %2, %3;"
+               : "=l"(old)
+               : "r"(address), "l"(expected), "l"(value)
+               : "memory");
   return old;
 }
 __device__ __forceinline__ u32 remote_load(u32 address) {
@@ -52,8 +55,8 @@ __device__ __forceinline__ void remote_expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.relaxed.cluster.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void remote_copy(u32 to, u32 from, u32 bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "r"(from), "r"(bytes),
-               "r"(barrier)
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "r"(from),
+               "r"(bytes), "r"(barrier)
                : "memory");
 }
 __device__ __forceinline__ void cluster_barrier_wait(u64* barrier, u32 phase) {

@@ -38,8 +38,8 @@ constexpr u32 kBinBits = 11, kBins = 1u << kBinBits;
 constexpr u32 kMostTailMap = 2048;
 constexpr i64 kMostSteps = 64;           // of an ordinary call
 constexpr i64 kMostOccurrences = 65536;  // a number fits into 16 bits
-constexpr u32 kBatch = 4;  // slots that a thread looks at at once
-constexpr u32 kGroup = 4;  // rows that a warp has under way
+constexpr u32 kBatch = 4;                // slots that a thread looks at at once
+constexpr u32 kGroup = 4;                // rows that a warp has under way
 constexpr u32 kMostStash = 256;
 using Group = Flight<uint4, kGroup, 2>;
 // What served() says of an occurrence in a list: its token's place in the table of claims, later the token's first occurrence; or
@@ -57,12 +57,12 @@ struct Plan {
   u32 context, tail;
   // Ordinary calls: strides of the selection and the answers in elements (step, place), of the request's hints and host rows in bytes.
   std::int32_t token_step, token_place, out_step, out_place, hint_bytes, host_bytes;
-  bool bulk;       // tables can be copied in bulk
+  bool bulk;  // tables can be copied in bulk
   Divider by_step;
-  u32 box, box_bytes, firsts;                 // one a CTA each: what it saw hit; which of its occurrences were first
-  u32 claims;                                 // their table
-  u32 token, target, row, served, number;             // the lists
-  u32 tokens, locs, ages;                     // the slot tables
+  u32 box, box_bytes, firsts;              // one a CTA each: what it saw hit; which of its occurrences were first
+  u32 claims;                              // their table
+  u32 token, target, row, served, number;  // the lists
+  u32 tokens, locs, ages;                  // the slot tables
   u32 first, first_before, hits, victims, victims_before, bins, tail_key, tail_column, scratch, scratch_before, filter, stash, bytes;
 };
 
@@ -117,7 +117,9 @@ struct Swap {
   __device__ __forceinline__ u32* words(u32 offset) const { return at<u32>(offset); }
   __device__ __forceinline__ Shared& s() const { return *at<Shared>(0); }
   __device__ __forceinline__ Head& head(u32 c) const { return *at<Head>(plan.box + c * plan.box_bytes); }
-  __device__ __forceinline__ u32* seen(u32 c) const { return words(plan.box + (kOrdinary ? c * plan.box_bytes + static_cast<u32>(sizeof(Head)) : plan.cluster * plan.box_bytes)); }
+  __device__ __forceinline__ u32* seen(u32 c) const {
+    return words(plan.box + (kOrdinary ? c * plan.box_bytes + static_cast<u32>(sizeof(Head)) : plan.cluster * plan.box_bytes));
+  }
   __device__ __forceinline__ u32* my_first() const { return words(plan.firsts) + rank * (plan.slice / 32); }
   // My lists of what is missing: what I claimed, from the front; what others did (or nobody can), from the back.
   __device__ __forceinline__ u32 moves() const { return s().lists & 0xFFFFu; }
@@ -290,8 +292,7 @@ struct Swap {
         p = hints + i64{plan.hint_bytes} * t;
       else
         p = static_cast<const std::byte*>(x.token_slots.data) + (r * x.token_slots.s0 + t * x.token_slots.s1) * x.token_slots.bytes;
-      return x.token_slots.bytes == 4 ? *reinterpret_cast<const u32*>(p)
-                                      : static_cast<u32>(*reinterpret_cast<const std::int16_t*>(p));
+      return x.token_slots.bytes == 4 ? *reinterpret_cast<const u32*>(p) : static_cast<u32>(*reinterpret_cast<const std::int16_t*>(p));
     } else {
       const i64 e0 = x.index(r, 0, layout::bank_place(0, static_cast<u32>(t), x.hash_size)),
                 e1 = x.index(r, 1, layout::bank_place(1, static_cast<u32>(t), x.hash_size));
@@ -367,7 +368,8 @@ struct Swap {
   __device__ __forceinline__ u32 place_in_lists(bool some, bool mine) const {
     const u32 front = __ballot_sync(kFull, some && mine), rear = __ballot_sync(kFull, some && !mine);
     u32 before = 0;
-    if (lane_id() == 0 && (front | rear) != 0) before = atomicAdd(&s().lists, static_cast<u32>(__popc(front)) | static_cast<u32>(__popc(rear)) << 16);
+    if (lane_id() == 0 && (front | rear) != 0)
+      before = atomicAdd(&s().lists, static_cast<u32>(__popc(front)) | static_cast<u32>(__popc(rear)) << 16);
     before = __shfl_sync(kFull, before, 0);
     return mine ? (before & 0xFFFFu) + __popc(front & below(lane_id())) : back((before >> 16) + __popc(rear & below(lane_id())));
   }
@@ -388,7 +390,8 @@ struct Swap {
         n[q] = length(asked[q]);
         token_[q] = asked[q].token < n[q] ? asked[q].token : -1;
         h[q] = kEmpty;
-        if (kNative<Args> ? token_[q] >= 0 && static_cast<u32>(token_[q]) < plan.context : token_[q] >= static_cast<std::int32_t>(hot())) h[q] = hint(token_[q]);
+        if (kNative<Args> ? token_[q] >= 0 && static_cast<u32>(token_[q]) < plan.context : token_[q] >= static_cast<std::int32_t>(hot()))
+          h[q] = hint(token_[q]);
       }
       if (round + kDeep * kThreads < plan.slice)
 #pragma unroll
@@ -714,7 +717,7 @@ struct Swap {
       rest = s().bucket_rest;
       high = low + min(high - low, (1u << shift) - 1);
     }
-  u32 *const victims = words(plan.victims), *const equal = words(plan.victims_before);
+    u32 *const victims = words(plan.victims), *const equal = words(plan.victims_before);
 #pragma unroll 1
     for (u32 w = warp; w < plan.hot_words; w += kBatch * kPolicyWarps) {
       u32 k[kBatch];
@@ -1161,7 +1164,8 @@ void add_stash(Plan& p, const CopyGeometry& copy, u32 most) {
 template <class Args>
 bool is_ordinary(const Args& x) {
   const auto narrow = [](i64 stride) { return -(i64{1} << 28) < stride && stride < (i64{1} << 28); };
-  bool yes = x.steps <= kMostSteps && narrow(x.tokens.s1) && narrow(x.tokens.s2) && narrow(x.out.s1) && narrow(x.out.s2) && narrow(x.host_locs.s1);
+  bool yes =
+      x.steps <= kMostSteps && narrow(x.tokens.s1) && narrow(x.tokens.s2) && narrow(x.out.s1) && narrow(x.out.s2) && narrow(x.host_locs.s1);
   if constexpr (kNative<Args>) yes = yes && narrow(x.token_slots.s1);
   return yes;
 }
@@ -1182,8 +1186,8 @@ i64 clusters_at_once(u32 cluster) {
   };
   static const Fit fit = [] {
     const int most = specstate::cuda::device_info().shared_bytes - 1024;
-    for (const auto kernel :
-         {kernel_for<Args>(1, true), kernel_for<Args>(2 * kThreads, true), kernel_for<Args>(4 * kThreads, true), kernel_for<Args>(1, false)}) {
+    for (const auto kernel : {kernel_for<Args>(1, true), kernel_for<Args>(2 * kThreads, true), kernel_for<Args>(4 * kThreads, true),
+                              kernel_for<Args>(1, false)}) {
       SPECSTATE_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
       SPECSTATE_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most));
     }
