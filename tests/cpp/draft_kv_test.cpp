@@ -15,6 +15,7 @@
 #include "core/numeric.hpp"
 #include "cpu/vector.hpp"
 #include "draft_kv/check.hpp"
+#include "draft_kv/cuda/deal.hpp"
 #include "specstate/error.hpp"
 #include "thread_pool.hpp"
 
@@ -273,6 +274,30 @@ TEST(Materialize, TensorsOnAGpuAreCheckedWithoutReadingThem) {
     }
   }
   raise_pending_error({DeviceType::kCpu, 0});  // nothing can be pending on the CPU
+}
+
+TEST(Places, HaveEveryHeadOfKAndEveryQuarterOfVOnceAndAlikeMany) {
+  for (int layers = 1; layers <= 8; ++layers)
+    for (int heads = 1; heads <= 9; ++heads)
+      for (int clusters : {1, 2, 3, 7, 16, 60, 66}) {
+        const cuda::Places places(layers, heads, clusters);
+        ASSERT_LE(places.width, 5);
+        ASSERT_LE(places.used(), places.slots);
+        ASSERT_EQ(places.slots % clusters, 0);
+        ASSERT_EQ(places.v_begin(0), 0);
+        int quarters = 0;
+        for (int i = 0; i < places.used(); ++i) {
+          const int count = places.v_count(i), all = count + (i < places.k_heads ? 4 : 0);
+          ASSERT_EQ(places.v_begin(i), quarters);
+          ASSERT_TRUE(count >= 0 && all > 0 && all <= places.width)
+              << layers << " layers, " << heads << " heads, " << clusters << " clusters";
+          quarters += count;
+        }
+        ASSERT_GE(places.used(), layers * heads);
+        ASSERT_EQ(quarters, 4 * layers * heads);
+        for (int n = 0; n < 4 * layers * heads; ++n)
+          ASSERT_TRUE(places.by_heads(n) == n / heads && places.by_quarters(n) == n / (4 * heads));
+      }
 }
 
 }  // namespace

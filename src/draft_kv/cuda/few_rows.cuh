@@ -1,5 +1,5 @@
 #pragma once
-// Up to 64 rows: the weights are read once, and everything else hides behind that.
+// Up to 64 rows (128 in two groups): the weights are read once, and everything else hides behind that.
 //
 // What bounds it: 84 MB of weights for 5 layers of 2 x 8 heads of 128 channels over 4096 features, 20 us of the memory's time. So every multiprocessor must read, all the
 // time, and equally much: a block that has a neighbour in its pair of multiprocessors gets less than one that has none.
@@ -7,47 +7,19 @@
 // (problem.hpp). Then block 0 sends the sum of its runs to block 1, which adds its own in rising order, and finishes the rows. A head of K is whole, for its norm, and
 // stands first; what is left are quarters of heads of V.
 //   thread 0      asks for stages of 64 features: weights, and the rows, as they lie, before anybody knows which of them are written;
-//   warps 1 - 3   of block 1 find that out meanwhile and fetch what the epilogue wants. Of target features they norm the rows of a stage where they lie,
-//                 between their arrival and the products;
-//   4 or 8 warps  multiply 64 rows a group of four, and finish them as many_rows does.
-// kHeadDim 0 makes features: 64 columns a cluster; the result and its squares are what normalize_rows and this kernel take.
+//   warp 1        of block 1 finds that out meanwhile, and sends what the epilogue wants on its way to L2;
+//   warps 1 - 3   norm the rows of a stage of target features where they lie, between their arrival and the products;
+//   4 or 8 warps  multiply, 64 rows a group of four, leave the rounded sums in shared memory, and finish them, four rows a warp at a time.
+// kHeadDim 0 makes features, 64 columns a cluster: the rounded result, and its squares for the norm.
+#include "draft_kv/cuda/deal.hpp"
 #include "draft_kv/cuda/finish_rows.cuh"
 
 namespace specstate::draft_kv::cuda {
 
-/// How the columns of a launch are dealt out to `slots` places of `width` quarters (32 columns) each: a place has at most one head of K, and then quarters of V, which are
-/// counted through all layers. Heads of 64: places of four quarters in the order of heads.
-struct Deal {
-  int k_heads = 0, slots = 0, width = 0;
-  float per_head = 0;  // 1 / heads
-
-  constexpr Deal() = default;
-  constexpr Deal(int layers, int heads, int clusters) : k_heads(layers * heads), per_head(1.0f / static_cast<float>(heads)) {
-    const int all = 8 * k_heads, passes = (all + 5 * clusters - 1) / (5 * clusters);
-    slots = passes * clusters;
-    width = (all + slots - 1) / slots;
-    if (width < 4) width = 4;
-  }
-  SPECSTATE_HD constexpr int v_begin(int slot) const {
-    const int at = slot < k_heads ? slot * (width - 4) : k_heads * (width - 4) + (slot - k_heads) * width;
-    return at < 4 * k_heads ? at : 4 * k_heads;
-  }
-  /// n / heads and n / (4 heads), for n < 2^20: half of a unit is further from both neighbours than the product's error.
-  SPECSTATE_HD constexpr int by_heads(int n) const { return static_cast<int>((static_cast<float>(n) + 0.5f) * per_head); }
-  SPECSTATE_HD constexpr int by_quarters(int n) const { return static_cast<int>((static_cast<float>(n) + 0.5f) * (0.25f * per_head)); }
-  SPECSTATE_HD constexpr int v_count(int slot) const { return v_begin(slot + 1) - v_begin(slot); }
-  /// Places that have any columns.
-  SPECSTATE_HD constexpr int used() const {
-    int n = k_heads;
-    while (n < slots && v_count(n) > 0) ++n;
-    return n;
-  }
-};
-
 struct FewShape {
   int places;  // of columns: cluster c does c, c + clusters, ..
   Runs runs;
-  Deal deal{};         // heads of 128
+  Places deal{};       // heads of 128
   int box = 0;         // rows of a stage: those of the launch, a multiple of 8
   int stages = 0;      // of the ring; 0: as many as there is room for
   int prefetched = 4;  // stages whose weights go to L2 before the kernel before this one is done
@@ -59,8 +31,8 @@ struct Few {
   static constexpr int kWide = kHeadDim ? 128 : 64, kNarrow = kHeadDim == 128 ? 32 : 0;  // columns of a place: two products
   static constexpr int kSums = (kWide + kNarrow) / 2;                                    // registers of a thread
   static constexpr int kRuns = kHeadDim ? 2 : 4;                                         // of a block
-  static constexpr int kKept = kRuns - 2;
-  static constexpr int kStride = (kWide + kNarrow) * 2 + 16;  // bytes of a row of rounded sums (finish_rows.cuh)
+  static constexpr int kKept = kRuns - 2;                                                // of its runs, that the second block keeps apart
+  static constexpr int kStride = (kWide + kNarrow) * 2 + 16;                             // bytes of a row of rounded sums (finish_rows.cuh)
   static constexpr std::size_t kWeightBytes = std::size_t{kWide + kNarrow} * kDepth * 2;
   static constexpr int kStages = kHeadDim ? 6 : 20;  // more of them do not read faster
 
@@ -68,23 +40,20 @@ struct Few {
     std::int64_t slot[kRows];
     Row list[kRows];
     int position[kRows], bucket[2 * kRows];
-    float eps[kMaxLayers];
-    std::uint64_t full[kStages], empty[kStages], landed[kStages], planned, sums, taken;
+    std::uint64_t full[kStages], empty[kStages], landed[kStages], planned, sums, taken, left;
     float factor[kRows];
     int warp_count[1];
   };
   /// What block 0 sends: of every warp that has rows, its sums.
   SPECSTATE_HD static constexpr std::size_t sum_bytes(int rows) { return static_cast<std::size_t>((rows + 15) / 16) * 32 * kSums * 4; }
   SPECSTATE_HD static constexpr std::size_t stage_bytes(int box) { return kWeightBytes + static_cast<std::size_t>(box) * kDepth * 2; }
-  /// `layers`: whose norm weights stay here.
-  SPECSTATE_HD static constexpr std::size_t shared_bytes(int stages, int box, int layers) {
-    const std::size_t sums = sum_bytes(box);
-    return 1024 + stages * stage_bytes(box) + sums + sizeof(Tail) + static_cast<std::size_t>(layers) * kHeadDim * 4;
+  SPECSTATE_HD static constexpr std::size_t shared_bytes(int stages, int box) {
+    return 1024 + stages * stage_bytes(box) + sum_bytes(box) + sizeof(Tail);
   }
-  static constexpr FewShape shape(FewShape s, int tokens, int layers, std::size_t most) {
+  static constexpr FewShape shape(FewShape s, int tokens, std::size_t most) {
     s.box = (tokens + 7) / 8 * 8;
     if (s.stages == 0) s.stages = kStages;
-    while (shared_bytes(s.stages, s.box, layers) > most) --s.stages;
+    while (shared_bytes(s.stages, s.box) > most) --s.stages;
     return s;
   }
 };
@@ -129,11 +98,10 @@ __global__ void __launch_bounds__(Few<kHeadDim, kGroups>::kThreads, 1)
   const int stages = shape.stages;
   auto* const received = reinterpret_cast<float4*>(memory + stages * stage_bytes);
   auto& tail = *reinterpret_cast<typename F::Tail*>(memory + stages * stage_bytes + F::sum_bytes(shape.box));
-  auto* const norms = reinterpret_cast<float*>(&tail + 1);
   const int thread = threadIdx.x, lane = thread % 32, cluster = blockIdx.x / 2, clusters = gridDim.x / 2;
   const int rank = static_cast<int>(ptx::cluster_rank()), tokens = p.rows.tokens;
   const bool raw = kHeadDim > 0 && context.raw;
-  const Deal& deal = shape.deal;
+  const Places& deal = shape.deal;
   const int first_run = rank * kRuns, k_begin = shape.runs.begin(first_run), depth = shape.runs.begin(first_run + kRuns) - k_begin;
 
   // A place's rows of weights: of the first product, or quarter by quarter where they do not lie side by side.
@@ -187,7 +155,9 @@ __global__ void __launch_bounds__(Few<kHeadDim, kGroups>::kThreads, 1)
   } else if (thread < 64) {
     if (lane < stages) ptx::barrier_init(&tail.empty[lane], 4 * kGroups);
     if (raw && lane < stages) ptx::barrier_init(&tail.full[lane], 3);
-    if (lane == 0) ptx::barrier_init(&tail.planned, 96), ptx::barrier_init(&tail.sums, 1), ptx::barrier_init(&tail.taken, 4 * kGroups);
+    if (lane == 0)
+      ptx::barrier_init(&tail.planned, 32), ptx::barrier_init(&tail.sums, 1), ptx::barrier_init(&tail.taken, 4 * kGroups),
+          ptx::barrier_init(&tail.left, (tokens + 15) / 16);
     ptx::fence_barriers();
   }
   __syncthreads();
@@ -245,10 +215,9 @@ __global__ void __launch_bounds__(Few<kHeadDim, kGroups>::kThreads, 1)
       trace(kAsked);
     } else if (kHeadDim > 0 && thread >= 32) {
       if constexpr (kHeadDim > 0) {
-        if (rank == 1) {
-          fetch_norms<kHeadDim>(p, norms, tail.eps, thread - 32, 96);
+        if (rank == 1 && thread < 64) {
           const int first_head = kHeadDim == 64 ? 2 * cluster : cluster < deal.k_heads ? cluster + cluster / p.heads * p.heads : -1;
-          if (thread < 64) plan_beside<kHeadDim, F::kRows>(p, tail, cluster == 0, first_head, lane);
+          plan_beside<kHeadDim, F::kRows>(p, tail, cluster == 0, first_head, lane);
           ptx::barrier_arrive(&tail.planned);
         }
         if (raw) {
@@ -325,8 +294,12 @@ __global__ void __launch_bounds__(Few<kHeadDim, kGroups>::kThreads, 1)
       }
       if (pass == 0) ptx::cluster_wait();
       trace(kSummed);
-      barrier_wait_cluster(&tail.sums, pass & 1);
-      if (has_rows) {
+      int lane_here;  // asked for again, here, so that nothing that follows from it is kept in registers while the products run
+      asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane_here));
+      constexpr int kUnit = kSums * 128;  // bytes that a warp receives; its 16 rounded rows take their place
+      const auto receive = [&] {
+        barrier_wait_cluster(&tail.sums, pass & 1);
+        trace(kPlanThere);
 #pragma unroll
         for (int j = 0; j < kSums; j += 4) {
           const float4 x = mine[j / 4 * 32];
@@ -339,44 +312,56 @@ __global__ void __launch_bounds__(Few<kHeadDim, kGroups>::kThreads, 1)
             sum[j + e] += d[j + e];
           }
         }
-        int lane_here;  // asked for again, here, so that nothing that follows from it is kept in registers while the products run
-        asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane_here));
-        auto* const unit = reinterpret_cast<unsigned char*>(received + warp * (kSums / 4) * 32);  // in place of what was received
-        const int rows_here = min(16, tokens - 16 * warp);
-        if constexpr (kHeadDim == 0) {
-          __syncwarp();
-          leave_words<Io, kStride, kSums / 4>(unit, lane_here, sum);
-          __syncwarp();
-          finish_feature_rows<Io, kStride>(context, unit, 16 * warp, rows_here, place);
+      };
+      auto* const units = reinterpret_cast<unsigned char*>(received);
+      const auto leave = [&] {
+        __syncwarp();
+        leave_words<Io, kStride, kSums / 4>(units + warp * kUnit, lane_here, sum);
+        __syncwarp();
+      };
+      if constexpr (kHeadDim == 0) {
+        if (has_rows) {
+          receive(), leave();
+          finish_feature_block<Io, kStride>(context, units + warp * kUnit, 16 * warp, min(16, tokens - 16 * warp), place);
         } else {
-          const int v = deal.v_begin(place), count = deal.v_count(place);
-          const bool has_k = kHeadDim == 64 || place < deal.k_heads;
-          const int head = kHeadDim == 64 ? 2 * place : place + deal.by_heads(place) * p.heads;
-          if (p.bias.data) {
-            constexpr int kQuarter = kHeadDim / 32;  // columns of V come in pieces of 32
-#pragma unroll
-            for (int j = 0; j < kSums / 16; ++j) {
-              const bool of_k = has_k && j < 4;
-              const int quarter = of_k ? 0 : v + j - (has_k ? 4 : 0);
-              const Head h = of_k ? head_of(head + j / kQuarter, p.heads) : Head{quarter / 4 / p.heads, quarter / 4 % p.heads, true};
-              if (of_k || quarter < v + count)
-                add_bias<4>(p, h.layer, ((h.is_v ? p.heads : 0) + h.index) * kHeadDim + 32 * (of_k ? j % kQuarter : quarter % 4),
-                            lane_here % 4, sum + 16 * j);
-            }
-          }
-          __syncwarp();
-          leave_words<Io, kStride, kSums / 4>(unit, lane_here, sum);
-          ptx::barrier_wait(&tail.planned, 0);
-          trace(kPlanThere);
-          __syncwarp();
-          const int row = 16 * warp + lane_here % 16;
-          const std::int64_t slot = tail.slot[row];
-          const int position = tail.position[row];
-          if (__any_sync(~0u, slot >= 0)) {
-            if (has_k) finish_rows<Io, kHeadDim, kStride>(p, unit, head, slot, position, rows_here, norms, tail.eps);
-            if constexpr (kHeadDim == 128) finish_quarters<Io, kStride>(p, unit, has_k ? 256 : 0, v, count, slot);
-          }
+          barrier_wait_cluster(&tail.sums, pass & 1);
         }
+      } else {
+        const int v = deal.v_begin(place), count = deal.v_count(place);
+        const bool has_k = kHeadDim == 64 || place < deal.k_heads;
+        const int head = kHeadDim == 64 ? 2 * place : place + deal.by_heads(place) * p.heads;
+        const auto ready = [&] {
+          if (has_rows) {
+            receive();
+            if (p.bias.data) {
+              constexpr int kQuarter = kHeadDim / 32;  // columns of V come in pieces of 32
+#pragma unroll
+              for (int j = 0; j < kSums / 16; ++j) {
+                const bool of_k = has_k && j < 4;
+                const int quarter = of_k ? 0 : v + j - (has_k ? 4 : 0);
+                const Head h = of_k ? head_of(head + j / kQuarter, p.heads) : Head{quarter / 4 / p.heads, quarter / 4 % p.heads, true};
+                if (of_k || quarter < v + count)
+                  add_bias<4>(p, h.layer, ((h.is_v ? p.heads : 0) + h.index) * kHeadDim + 32 * (of_k ? j % kQuarter : quarter % 4),
+                              lane_here % 4, sum + 16 * j);
+              }
+            }
+            leave();
+            if (lane_here == 0) ptx::barrier_arrive(&tail.left);
+          }
+          ptx::barrier_wait(&tail.left, pass & 1);
+        };
+        const auto address = [&](int row, int byte) { return units + row / 16 * kUnit + row % 16 * kStride + byte; };
+        ptx::barrier_wait(&tail.planned, 0);
+        if (!has_k)
+          ready();
+        else
+          finish_rows<Io, kHeadDim, 2>(
+              p, [&](int row, int byte) { return *reinterpret_cast<const uint2*>(address(row, byte)); }, head, tail.slot, tail.position,
+              4 * warp, 16 * kGroups, tokens, ready);
+        if constexpr (kHeadDim == 128)
+          finish_quarters<Io>(
+              p, [&](int row, int byte) { return *reinterpret_cast<const uint4*>(address(row, (has_k ? 256 : 0) + byte)); }, v, count,
+              tail.slot, tokens, warp, 4 * kGroups);
       }
       __syncwarp();
       if (place + clusters < shape.places && lane == 0) arrive_in_block(address_in_block(&tail.taken, 0));

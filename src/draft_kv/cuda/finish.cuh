@@ -72,8 +72,8 @@ __device__ __forceinline__ void store_channel(void* data, DType dtype, std::int6
     static_cast<core::float8_e4m3fn*>(data)[at] = core::from_float<core::float8_e4m3fn>(x / scale);
 }
 /// Four channels, one at a time or as one piece: what is rarer than bfloat16 in one piece stands outside of the kernels' unrolled code.
-inline __device__ __noinline__ void store_four(void* data, DType dtype, bool wide, std::int64_t at, std::int64_t stride, float scale,
-                                               float4 x) {
+__device__ __forceinline__ void store_four_here(void* data, DType dtype, bool wide, std::int64_t at, std::int64_t stride, float scale,
+                                                float4 x) {
   const float v[4] = {x.x, x.y, x.z, x.w};
   if (!wide) {
     for (int i = 0; i < 4; ++i) store_channel(data, dtype, at + i * stride, scale, v[i]);
@@ -87,6 +87,10 @@ inline __device__ __noinline__ void store_four(void* data, DType dtype, bool wid
     *reinterpret_cast<std::uint32_t*>(static_cast<std::uint8_t*>(data) + at) =
         e4m3_pair(x.x / scale, x.y / scale) | static_cast<std::uint32_t>(e4m3_pair(x.z / scale, x.w / scale)) << 16;
   }
+}
+inline __device__ __noinline__ void store_four(void* data, DType dtype, bool wide, std::int64_t at, std::int64_t stride, float scale,
+                                               float4 x) {
+  store_four_here(data, dtype, wide, at, stride, scale, x);
 }
 inline __device__ __noinline__ void store_two(void* data, DType dtype, bool wide, std::int64_t at, std::int64_t stride, float scale,
                                               float2 x) {

@@ -66,11 +66,28 @@ __device__ __forceinline__ void load_turns(const Problem& p, const float* table,
   }
 }
 
-/// 128 columns from head `number` of the launch on, of `rows` rows -> the pool, by a warp: 16 lanes a row. `slot_of` and `position_of` are row lane % 16's; `norms` and `eps`
-/// the launch's.
-template <class Io, int kHeadDim, int kStride>
-__device__ __forceinline__ void finish_rows(const Problem& p, const unsigned char* unit, int number, std::int64_t slot_of, int position_of,
-                                            int rows, const float* norms, const float* eps) {
+/// Norm weights of the channels 4 c .. + 3 and half a head further.
+template <int kHeadDim>
+__device__ __forceinline__ void load_norm(const Values& norm, std::int64_t at, int c, float (&w)[8]) {
+  if (norm.dtype == DType::kBFloat16 || norm.dtype == DType::kFloat16) {
+    std::uint16_t bits[8];
+#pragma unroll
+    for (int e = 0; e < 8; ++e)
+      bits[e] = static_cast<const std::uint16_t*>(norm.data)[at + (e / 4 * (kHeadDim / 2) + 4 * c + e % 4) * norm.stride];
+#pragma unroll
+    for (int e = 0; e < 8; ++e)
+      w[e] = norm.dtype == DType::kBFloat16 ? core::to_float(core::bfloat16{bits[e]}) : __half2float(__ushort_as_half(bits[e]));
+  } else {
+#pragma unroll
+    for (int e = 0; e < 8; ++e) w[e] = value_at(norm.data, norm.dtype, at + (e / 4 * (kHeadDim / 2) + 4 * c + e % 4) * norm.stride);
+  }
+}
+
+/// 128 columns from head `number` of the launch on, of rows first, first + step, .. below `rows`, 2 kBatch rows each -> the pool, by a warp: 16 lanes a row. `word(row, byte)` gives 8 bytes of a row
+/// once `ready` has returned; angles and norm weights are on their way before.
+template <class Io, int kHeadDim, int kBatch, class Word, class Ready>
+__device__ __forceinline__ void finish_rows(const Problem& p, Word word, int number, const std::int64_t* slots, const int* positions,
+                                            int first, int step, int rows, Ready ready) {
   constexpr int kHeads = kColumns / kHeadDim, kLanes = kHeadDim / 8, kHalf = kHeadDim / 2;
   constexpr DType kType = std::is_same_v<Io, core::bfloat16> ? DType::kBFloat16 : DType::kFloat16;
   int lane;
@@ -81,109 +98,128 @@ __device__ __forceinline__ void finish_rows(const Problem& p, const unsigned cha
   const LayerPool& pool = p.target[head.is_v][head.layer].pool;
   const DType dtype = head.is_v ? p.v_dtype : p.k_dtype;
   const bool wide = head.is_v ? p.v_wide : p.k_wide, native = wide && dtype == kType;
-  const float scale = native ? 1.0f : scale_of(p, head);
   const float* const table = p.table + (p.first_layer + head.layer) * p.table_layer;
   const int byte = in_row / kLanes * 128 + 8 * c;  // of a row
-  float cosine[4] = {}, sine[4] = {}, w[8] = {}, e = 0;
+  float cosine[kBatch][4] = {}, sine[kBatch][4] = {}, w[8] = {}, e = 0;
+  const auto load = [&](int i) {
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) load_turns<kHeadDim>(p, table, positions[i + 2 * b + lane / 16], c, cosine[b], sine[b]);
+  };
   if (any_k) {
-#pragma unroll
-    for (int i = 0; i < 8; i += 4) {
-      const float4 x = *reinterpret_cast<const float4*>(norms + head.layer * kHeadDim + i / 4 * kHalf + 4 * c);
-      w[i] = x.x, w[i + 1] = x.y, w[i + 2] = x.z, w[i + 3] = x.w;
-    }
-    e = eps[head.layer];
-    load_turns<kHeadDim>(p, table, __shfl_sync(~0u, position_of, lane / 16), c, cosine, sine);
+    load(first);
+    load_norm<kHeadDim>(p.norm, (p.first_layer + head.layer) * p.norm_layer, c, w);
+    e = static_cast<const float*>(p.eps.data)[(p.first_layer + head.layer) * p.eps.stride];
   }
+  ready();
 #pragma unroll 1
-  for (int i = 0; i < rows; i += 2) {
-    const int row = i + lane / 16;
-    const std::int64_t slot = __shfl_sync(~0u, slot_of, row);
-    uint2 low = *reinterpret_cast<const uint2*>(unit + row * kStride + byte),
-          high = *reinterpret_cast<const uint2*>(unit + row * kStride + byte + 2 * kHalf);
-    float x[8];
+  for (int i = first; i < rows; i += step) {
+    uint2 low[kBatch], high[kBatch];
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      const int row = i + 2 * b + lane / 16;
+      low[b] = word(row, byte), high[b] = word(row, byte + 2 * kHalf);
+    }
     if (any_k) {
-      float next_cosine[4], next_sine[4];
-      load_turns<kHeadDim>(p, table, __shfl_sync(~0u, position_of, (row + 2) % 16), c, next_cosine, next_sine);
-      from_io_pair<Io>(low.x, x[0], x[1]), from_io_pair<Io>(low.y, x[2], x[3]);
-      from_io_pair<Io>(high.x, x[4], x[5]), from_io_pair<Io>(high.y, x[6], x[7]);
-      const float chunks[2][4] = {{x[0], x[1], x[4], x[5]}, {x[2], x[3], x[6], x[7]}};
-      float even = chunk_squares(chunks[0]), odd = chunk_squares(chunks[1]);
+      float y[kBatch][8], even[kBatch], odd[kBatch];
 #pragma unroll
-      for (int step = 2; step < kLanes; step *= 2) even += __shfl_xor_sync(~0u, even, step), odd += __shfl_xor_sync(~0u, odd, step);
-      even += odd;
-      even += __shfl_xor_sync(~0u, even, 1);
-      const float factor = norm_factor(even, kHeadDim, e);
-      float y[8];
+      for (int b = 0; b < kBatch; ++b) {
+        from_io_pair<Io>(low[b].x, y[b][0], y[b][1]), from_io_pair<Io>(low[b].y, y[b][2], y[b][3]);
+        from_io_pair<Io>(high[b].x, y[b][4], y[b][5]), from_io_pair<Io>(high[b].y, y[b][6], y[b][7]);
+        const float chunks[2][4] = {{y[b][0], y[b][1], y[b][4], y[b][5]}, {y[b][2], y[b][3], y[b][6], y[b][7]}};
+        even[b] = chunk_squares(chunks[0]), odd[b] = chunk_squares(chunks[1]);
+      }
 #pragma unroll
-      for (int j = 0; j < 8; ++j) y[j] = x[j] * factor * w[j];
-      if (p.round_after_norm) {
+      for (int step = 2; step < kLanes; step *= 2)
 #pragma unroll
-        for (int j = 0; j < 8; j += 2) round_pair<Io>(y[j], y[j + 1]);
+        for (int b = 0; b < kBatch; ++b) even[b] += __shfl_xor_sync(~0u, even[b], step), odd[b] += __shfl_xor_sync(~0u, odd[b], step);
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) even[b] += odd[b], even[b] += __shfl_xor_sync(~0u, even[b], 1);
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        const float factor = norm_factor(even[b], kHeadDim, e);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) y[b][j] = y[b][j] * factor * w[j];
+        if (p.round_after_norm) {
+#pragma unroll
+          for (int j = 0; j < 8; j += 2) round_pair<Io>(y[b][j], y[b][j + 1]);
+        }
       }
       if (!p.is_neox_style) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j)
-          if ((j < 2 ? 0 : kHeadDim / 4) + 2 * c + j % 2 < p.rotary_dim / 2) {
-            const float a = y[2 * j], b = y[2 * j + 1];
-            y[2 * j] = a * cosine[j] - b * sine[j], y[2 * j + 1] = b * cosine[j] + a * sine[j];
-          }
+        for (int b = 0; b < kBatch; ++b)
+#pragma unroll
+          for (int j = 0; j < 4; ++j)
+            if ((j < 2 ? 0 : kHeadDim / 4) + 2 * c + j % 2 < p.rotary_dim / 2) {
+              const float x = y[b][2 * j], z = y[b][2 * j + 1];
+              y[b][2 * j] = x * cosine[b][j] - z * sine[b][j], y[b][2 * j + 1] = z * cosine[b][j] + x * sine[b][j];
+            }
       } else if (p.rotary_dim == kHeadDim) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float a = y[j], b = y[4 + j];
-          y[j] = a * cosine[j] - b * sine[j], y[4 + j] = b * cosine[j] + a * sine[j];
-        }
+        for (int b = 0; b < kBatch; ++b)
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const float x = y[b][j], z = y[b][4 + j];
+            y[b][j] = x * cosine[b][j] - z * sine[b][j], y[b][4 + j] = z * cosine[b][j] + x * sine[b][j];
+          }
       } else {  // the partner is another lane's
         const int apart = p.rotary_dim / 8;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float other = __shfl_xor_sync(~0u, y[j], apart);
-          const float first = y[j] * cosine[j] - other * sine[j], second = y[j] * cosine[j] + other * sine[j];
-          if (4 * c < p.rotary_dim) y[j] = c & apart ? second : first;
-        }
+        for (int b = 0; b < kBatch; ++b)
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const float other = __shfl_xor_sync(~0u, y[b][j], apart);
+            const float first = y[b][j] * cosine[b][j] - other * sine[b][j], second = y[b][j] * cosine[b][j] + other * sine[b][j];
+            if (4 * c < p.rotary_dim) y[b][j] = c & apart ? second : first;
+          }
       }
       if (kHeads == 1 || !head.is_v) {
-        low = make_uint2(io_pair<Io>(y[0], y[1]), io_pair<Io>(y[2], y[3]));
-        high = make_uint2(io_pair<Io>(y[4], y[5]), io_pair<Io>(y[6], y[7]));
-      }
 #pragma unroll
-      for (int j = 0; j < 4; ++j) cosine[j] = next_cosine[j], sine[j] = next_sine[j];
+        for (int b = 0; b < kBatch; ++b) {
+          low[b] = make_uint2(io_pair<Io>(y[b][0], y[b][1]), io_pair<Io>(y[b][2], y[b][3]));
+          high[b] = make_uint2(io_pair<Io>(y[b][4], y[b][5]), io_pair<Io>(y[b][6], y[b][7]));
+        }
+      }
+      if (i + step < rows) load(i + step);
     }
-    if (slot < 0 || row >= rows) continue;
-    const std::int64_t offset = pool_offset(pool, slot, head.index);
-    if (native) {
-      auto* const to = static_cast<std::uint16_t*>(pool.data) + offset + 4 * c;
-      *reinterpret_cast<uint2*>(to) = low, *reinterpret_cast<uint2*>(to + kHalf) = high;
-    } else {
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      const std::int64_t slot = slots[i + 2 * b + lane / 16];  // -1 beyond the last row
+      if (slot < 0) continue;
+      const std::int64_t offset = pool_offset(pool, slot, head.index);
+      if (native) {
+        auto* const to = static_cast<std::uint16_t*>(pool.data) + offset + 4 * c;
+        *reinterpret_cast<uint2*>(to) = low[b], *reinterpret_cast<uint2*>(to + kHalf) = high[b];
+      } else {
+        const float scale = scale_of(p, head);
 #pragma unroll 1
-      for (int part = 0; part < 2; ++part, low = high) {
-        float4 v;
-        from_io_pair<Io>(low.x, v.x, v.y), from_io_pair<Io>(low.y, v.z, v.w);
-        store_four(pool.data, dtype, wide, offset + (part * kHalf + 4 * c) * pool.channel_stride, pool.channel_stride, scale, v);
+        for (int part = 0; part < 2; ++part, low[b] = high[b]) {
+          float4 v;
+          from_io_pair<Io>(low[b].x, v.x, v.y), from_io_pair<Io>(low[b].y, v.z, v.w);
+          store_four_here(pool.data, dtype, wide, offset + (part * kHalf + 4 * c) * pool.channel_stride, pool.channel_stride, scale, v);
+        }
       }
     }
   }
 }
 
-/// `count` quarters of heads of V of 128 channels, from number v of all layers on -> the pool, by a warp; the first at byte `at` of a row.
-template <class Io, int kStride>
-__device__ __forceinline__ void finish_quarters(const Problem& p, const unsigned char* unit, int at, int v, int count,
-                                                std::int64_t slot_of) {
+/// `count` quarters of heads of V of 128 channels, from number v of all layers on, of `rows` rows -> the pool, eight rows of a quarter a warp at a time, by warp `warp` of
+/// `warps`. `word(row, byte)` gives 16 bytes, the first of a row's quarters at byte 0.
+template <class Io, class Word>
+__device__ __forceinline__ void finish_quarters(const Problem& p, Word word, int v, int count, const std::int64_t* slots, int rows,
+                                                int warp, int warps) {
   constexpr DType kType = std::is_same_v<Io, core::bfloat16> ? DType::kBFloat16 : DType::kFloat16;
   int lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-  const std::int64_t slots[2] = {__shfl_sync(~0u, slot_of, lane / 4), __shfl_sync(~0u, slot_of, lane / 4 + 8)};
+  const bool native = p.v_wide && p.v_dtype == kType;
 #pragma unroll 1
-  for (int n = 0; n < count; ++n) {
+  for (int n = warp % max(count, 1), first = warp / max(count, 1) * 8; count > 0 && first < rows;) {
     const Head head{(v + n) / 4 / p.heads, (v + n) / 4 % p.heads, true};
-    const int channel = 32 * ((v + n) % 4) + 8 * (lane % 4);
-    const LayerPool& pool = p.target[1][head.layer].pool;
-    const bool native = p.v_wide && p.v_dtype == kType;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      if (slots[h] < 0) continue;
-      const uint4 x = *reinterpret_cast<const uint4*>(unit + (lane / 4 + 8 * h) * kStride + at + 64 * n + 16 * (lane % 4));
-      const std::int64_t offset = pool_offset(pool, slots[h], head.index);
+    const int channel = 32 * ((v + n) % 4) + 8 * (lane % 4), row = first + lane / 4;
+    const std::int64_t slot = slots[row];
+    if (slot >= 0) {
+      const LayerPool& pool = p.target[1][head.layer].pool;
+      const uint4 x = word(row, 64 * n + 16 * (lane % 4));
+      const std::int64_t offset = pool_offset(pool, slot, head.index);
       if (native) {
         *reinterpret_cast<uint4*>(static_cast<std::uint16_t*>(pool.data) + offset + channel) = x;
       } else {
@@ -192,17 +228,19 @@ __device__ __forceinline__ void finish_quarters(const Problem& p, const unsigned
         for (int part = 0; part < 2; ++part) {
           float4 y;
           from_io_pair<Io>(part ? x.z : x.x, y.x, y.y), from_io_pair<Io>(part ? x.w : x.y, y.z, y.w);
-          store_four(pool.data, p.v_dtype, p.v_wide, offset + (channel + 4 * part) * pool.channel_stride, pool.channel_stride, scale, y);
+          store_four_here(pool.data, p.v_dtype, p.v_wide, offset + (channel + 4 * part) * pool.channel_stride, pool.channel_stride, scale,
+                          y);
         }
       }
     }
+    for (n += warps; n >= count; n -= count) first += 8;
   }
 }
 
 /// The same for the product of target features (features.cuh), where there are no heads: `rows` rows of block `block` of 64 columns, rounded, from row `first` on, and their sums
 /// of squares. Eight lanes a row.
 template <class Io, int kStride>
-__device__ __forceinline__ void finish_feature_rows(const Context& context, const unsigned char* unit, int first, int rows, int block) {
+__device__ __forceinline__ void finish_feature_block(const Context& context, const unsigned char* unit, int first, int rows, int block) {
   int lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
   const int c = lane % 8, byte = 8 * c;

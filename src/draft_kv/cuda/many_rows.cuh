@@ -300,8 +300,8 @@ __device__ __forceinline__ void finish_features(const Context& c, int row, bool 
   }
 }
 
-/// What the first tile's epilogue of `as_they_lie` wants, by one warp while the tile is multiplied: which rows are written (slot -1: not); angles and bias on their way
-/// to L2, of head `number` of the launch (-1: none). (One warp, which needs no barrier but its own; the others learn of it through an mbarrier.)
+/// What the epilogue wants, by one warp while the columns are multiplied: which rows are written (slot -1: not); angles, bias and
+/// norm on their way to L2, of head `number` of the launch (-1: none). (One warp, which needs no barrier but its own; the others learn of it through an mbarrier.)
 template <int kHeadDim, int kRows, class Tail>
 __device__ __forceinline__ void plan_beside(const Problem& p, Tail& tail, bool raise, int number, int lane) {
   for (int i = lane; i < kRows; i += 32) tail.slot[i] = -1, tail.position[i] = 0;
@@ -316,11 +316,14 @@ __device__ __forceinline__ void plan_beside(const Problem& p, Tail& tail, bool r
       for (int c = 0; c < p.rotary_dim; c += 32) prefetch_l2(angles + c);
     }
   }
-  if (p.bias.data && number >= 0 && 32 * lane < kHeadDim) {
-    const int column = ((head.is_v ? p.heads : 0) + head.index) * kHeadDim + 32 * lane;
-    const std::int64_t at = (p.first_layer + head.layer) * p.bias_layer + column * p.bias.stride;
-    prefetch_l2(static_cast<const unsigned char*>(p.bias.data) + at * size_of_value(p.bias.dtype));
-  }
+  if (number < 0 || 32 * lane >= kHeadDim) return;
+  const auto on_its_way = [&](const Values& v, std::int64_t at) {
+    prefetch_l2(static_cast<const unsigned char*>(v.data) + (at + 32 * lane * v.stride) * size_of_value(v.dtype));
+  };
+  const int layer = p.first_layer + head.layer;
+  if (p.bias.data) on_its_way(p.bias, layer * p.bias_layer + ((head.is_v ? p.heads : 0) + head.index) * kHeadDim * p.bias.stride);
+  if (!head.is_v) on_its_way(p.norm, layer * p.norm_layer);
+  if (lane == 0) prefetch_l2(static_cast<const float*>(p.eps.data) + layer * p.eps.stride);
 }
 
 /// Target features: norms the rows of `loads` stages where they lie, by kWarps warps.

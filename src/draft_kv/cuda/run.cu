@@ -176,14 +176,13 @@ void launch_few_of(const Problem& p, const TensorView& weight, std::int64_t rows
                    Stream stream) {
   using F = Few<kHeadDim, kGroups>;
   const auto clusters = clusters_at_once<2>(few_rows<Io, kHeadDim, kGroups>, F::kThreads);
-  const Deal deal(p.layers, p.heads, static_cast<int>(clusters));
+  const Places deal(p.layers, p.heads, static_cast<int>(clusters));
   const int places = kHeadDim == 128 ? deal.used() : columns / F::kWide;
-  const int norms = kHeadDim ? p.layers : 0;
-  const FewShape shape = F::shape({places, runs, deal}, p.rows.tokens, norms, static_cast<std::size_t>(device_info().shared_bytes));
+  const FewShape shape = F::shape({places, runs, deal}, p.rows.tokens, static_cast<std::size_t>(device_info().shared_bytes));
   launch(few_rows<Io, kHeadDim, kGroups>,
          {.grid = 2 * (kHeadDim == 128 ? clusters : std::min(clusters, static_cast<unsigned>(places))),
           .block = F::kThreads,
-          .shared = F::shared_bytes(shape.stages, shape.box, norms),
+          .shared = F::shared_bytes(shape.stages, shape.box),
           .cluster = 2,
           .overlap = true},
          stream, weight_map(weight, F::kWide, true), weight_map(weight, 32, true),

@@ -357,12 +357,12 @@ void launch_few_g(const CUtensorMap& m, const CUtensorMap& quarter, const Proble
   FewShape s{0, Runs::of(p.hidden)};
   s.stages = g_stages;
   s.prefetched = g_prefetched;
-  s.deal = Deal(p.layers, p.heads, n);
-  const Deal& deal = s.deal;
-  s = Few<D, G>::shape(s, T, p.layers, 232448);
+  s.deal = Places(p.layers, p.heads, n);
+  const Places& deal = s.deal;
+  s = Few<D, G>::shape(s, T, 232448);
   s.places = D == 64 ? p.layers * p.heads : deal.used();
   c.gridDim = 2 * n;
-  c.dynamicSmemBytes = Few<D, G>::shared_bytes(s.stages, s.box, p.layers);
+  c.dynamicSmemBytes = Few<D, G>::shared_bytes(s.stages, s.box);
   if (g_pdl) {
     a[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     a[1].val.programmaticStreamSerializationAllowed = 1;
