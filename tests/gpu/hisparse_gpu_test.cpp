@@ -410,7 +410,7 @@ TEST(HisparseGpu, SingleStepAndReplayEqualTheCpu) {
   for (unsigned seed = 1; seed <= (small() ? 3u : 150u) && !HasFailure(); ++seed)
     single_world(seed, false, small() ? 2 : 4, small() ? 1 : 4);
   for (unsigned seed = 1; seed <= (small() ? 0u : 4u) && !HasFailure(); ++seed) single_world(1000 + seed, true, 2, 2);
-  // So many that host rows are read only once a miss is known to be one.
+  // So many requests that one block serves each.
   for (unsigned seed = 1; seed <= (small() ? 1u : 4u) && !HasFailure(); ++seed) single_world(2000 + seed, false, 2, 2, 50);
   if (!small()) single_world(3000, true, 2, 2, 1, 17000);  // tables beyond one block's shared memory
 }
