@@ -22,7 +22,7 @@ def picture(events):
     x = lambda us: LEFT + us / total * (WIDTH - LEFT - 10)  # noqa: E731
     height = TOP + LANE * len(lanes) + 24
     out = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" font-size="12">',
-           f'<text x="{LEFT}" y="18">one step, operation by operation: {total:.0f} µs (events between the operations, so with their launches)</text>']  # fmt: skip
+           f'<text x="{LEFT}" y="18">one step, operation by operation: {total:.0f} µs (events between the operations; everything was enqueued before the first)</text>']  # fmt: skip
     for i, lane in enumerate(lanes):
         y = TOP + LANE * i
         out.append(f'<text x="6" y="{y + 17}">{html.escape(lane)}  {sums[lane]:.0f} µs, {100 * sums[lane] / total:.0f} %</text>')
