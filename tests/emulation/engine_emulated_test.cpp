@@ -126,8 +126,8 @@ TEST(EngineEmulated, ReplayedStepsAreTheFirstOnes) {
 }
 
 TEST(EngineEmulated, PromptsWaitForAPlaceAndUsedPlacesAreClean) {
-  const auto p = prompts(5);
-  GenerateOptions o = options(6);
+  const auto p = prompts(kSlow ? 3 : 5);
+  GenerateOptions o = options(kSlow ? 4 : 6);
   o.max_batch = 2;
   const Report report = cuda::decode(model(), p, o, Mode::kDSpark, {}, nullptr), cpu = on_cpu(p, o, Mode::kDSpark);
   o.max_batch = 64;
@@ -139,7 +139,7 @@ TEST(EngineEmulated, PromptsWaitForAPlaceAndUsedPlacesAreClean) {
 }
 
 TEST(EngineEmulated, SampledProposalsAreTheCpus) {
-  GenerateOptions o = options(8);
+  GenerateOptions o = options(kSlow ? 4 : 8);
   o.temperature = 0.8, o.seed = 21, o.sampled_proposals = true;
   const auto p = prompts(2);
   for (const Mode mode : {Mode::kDFlash, Mode::kDSpark}) {
@@ -181,7 +181,7 @@ std::vector<Forced::ParamType> forced() {
 INSTANTIATE_TEST_SUITE_P(EngineEmulated, Forced, testing::ValuesIn(forced()));
 
 TEST(EngineEmulated, AutoMeasuresAllKindsAndKeepsOne) {
-  GenerateOptions o = options(45);
+  GenerateOptions o = options(kSlow ? 14 : 45);  // slow: ends while it still measures
   const auto p = prompts(1);
   const Report report = cuda::decode(model(), p, o, Mode::kAuto, {}, nullptr),
                plain = cuda::decode(model(), p, o, Mode::kPlain, {}, nullptr);
