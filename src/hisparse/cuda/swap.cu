@@ -425,7 +425,6 @@ struct Swap {
         columns_[q] = column;
         if (column != kEmpty) set_bit(seen(rank), column);
       }
-      if (round == 0) cluster_wait();  // all parts of the table of claims are empty
 #pragma unroll
       for (u32 q = 0; q < kDeep; ++q) {
         if (!__any_sync(kFull, misses[q])) continue;
@@ -1002,7 +1001,6 @@ struct Swap {
     stage_lengths();
     real = min(max(real, i64{0}), x.batch);
     if (b >= real || r < 0 || r >= x.request_slots) {
-      cluster_wait();
       padding(b >= real && !kNative<Args> ? 0 : -1, kThreads);
       return;
     }
@@ -1065,7 +1063,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   Swap<Args, kDeep, kOrdinary> swap{x, copy, plan, memory, ptx::cluster_rank(), 0, 0, 0, 0, 0, {}, nullptr, nullptr, nullptr, nullptr};
   swap.clear();
-  cluster_arrive();  // my part of the table of claims is empty, my barriers are ready
+  ptx::cluster_sync();  // all parts of the table of claims are empty, all barriers ready
   ptx::wait_for_previous();
   ptx::let_next_start();
   const u32 clusters = gridDim.x >> plan.cluster_bits;
@@ -1077,7 +1075,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     cluster_leave();  // nobody reads what the next row will clear, or a CTA that is gone
     if ((b += clusters) >= x.batch) break;
     swap.clear();
-    cluster_arrive();
+    ptx::cluster_sync();
   }
 }
 
