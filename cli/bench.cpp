@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <ctime>
+#include <exception>
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
@@ -133,10 +134,15 @@ int run_bench(const BenchOptions& options) {
   report["results"] = Json::array();
   fmt::print(table, "{}\n", device);
   std::fflush(table);
+  std::exception_ptr fault;
   for (const auto& [name, run] : families) {
-    if (options.family != "all" && options.family != name) continue;
+    if (fault || (options.family != "all" && options.family != name)) continue;
     bench::Report r(name, {.device = options.device, .quick = options.quick});
-    run(r);
+    try {
+      run(r);
+    } catch (...) {
+      fault = std::current_exception();  // what was measured before it is reported first, but not recorded
+    }
     std::size_t width = 0;
     for (const bench::Result& result : r.results()) width = std::max(width, result.name.size());
     fmt::print(table, "{:<{}} {:>12} {:>12} {:>8}\n", "case", width, "us", "floor us", "floor/us");
@@ -164,13 +170,14 @@ int run_bench(const BenchOptions& options) {
                  c.threads, c.fma_gflops, c.read_l3_gbs, c.read_memory_gbs, c.memcpy_gbs);
     }
   }
-  if (on_gpu) {
+  if (on_gpu && !fault) {
     for (const auto& [what, value] : bench::gpu_machine().ceilings(options.quick)) {
       report["ceilings"][what] = rounded(value);
       fmt::print(table, "at most: {} {:.1f}\n", what, value);
     }
   }
   if (!options.json.empty()) write_json(options.json, report.dump(1));
+  if (fault) std::rethrow_exception(fault);
   if (root) record(*root / "bench" / "results" / (on_gpu ? file_of(device) : "cpu.json"), report);
   finish_stdout();
   return kOk;

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Every CUDA test, on a machine with an NVIDIA GPU, and the evidence of it in tests/gpu/evidence.json.
 
-    tools/gpu_test.py [--only NAME] [--no-sanitizers] [--evidence FILE]
+    tools/gpu_test.py [--only NAMES] [--no-sanitizers] [--evidence FILE]
     tools/gpu_test.py --pack FOLDER [--wheel UNPACKED]       what a bare GPU machine needs, copied from this checkout's build, and what the
                                           tests and benchmarks need of an unpacked wheel of sglang; there, in FOLDER: python3 tools/gpu_test.py
 
@@ -193,7 +193,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pack", type=pathlib.Path)
     parser.add_argument("--wheel", type=pathlib.Path, default=ROOT / "wheel", help="the unpacked wheel of sglang 0.5.23, or what --pack has taken of it")
-    parser.add_argument("--only", default="", help="files whose name contains this; leaves the evidence of other families alone")
+    parser.add_argument("--only", default="", help="files whose name contains one of these, separated by commas; leaves the evidence of other families alone")
     parser.add_argument("--no-sanitizers", action="store_true")
     parser.add_argument("--jobs", type=int, default=4, help="programs at a time; they take turns on the GPUs")
     parser.add_argument("--timeout", type=int, default=300, help="seconds for one program")
@@ -209,15 +209,18 @@ def main():
     results = BUILD / "gpu-test-results"
     results.mkdir(parents=True, exist_ok=True)
 
-    programs = [p for p in sorted((BUILD / "gpu-tests").glob("*_gpu_test")) if options.only in p.name]
+    def wanted(name):
+        return any(part in name for part in options.only.split(","))
+
+    programs = [p for p in sorted((BUILD / "gpu-tests").glob("*_gpu_test")) if wanted(p.name)]
     tasks = [(p.name, [str(p), "--gtest_output=xml:{report}", "--gtest_brief=1"]) for p in programs]
     tasks += [(p.stem, [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml={report}", str(p)])
-              for p in sorted((ROOT / "tests" / "gpu").glob("test_*.py")) if options.only in p.stem]
+              for p in sorted((ROOT / "tests" / "gpu").glob("test_*.py")) if wanted(p.stem)]
     if not tasks:
         print(f"gpu_test: found no test in {BUILD / 'gpu-tests'} and tests/gpu", file=sys.stderr)
         return 1
     families, wheel = {}, options.wheel.exists() and {"SGLANG_WHEEL": str(options.wheel.resolve())} or {}
-    theirs = [p for p in sorted((ROOT / "tests" / "gpu" / "of_sglang").glob("test_*.py")) if options.only in ("", "sglang") or options.only in p.name]
+    theirs = [p for p in sorted((ROOT / "tests" / "gpu" / "of_sglang").glob("test_*.py")) if "sglang" in options.only.split(",") or wanted(p.name)]
     garbled_calls = ROOT / "tests" / "gpu" / "gpu_calls.py"  # of every family: nothing outside an array may be touched
     sanitized = [] if options.no_sanitizers or not programs else [(tool, p) for tool in TOOLS for p in programs] + [("memcheck", garbled_calls)]
     planted = []

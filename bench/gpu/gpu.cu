@@ -3,6 +3,7 @@
 #include <memory>
 #include <numeric>
 #include <random>
+#include <string>
 #include <tuple>
 
 #include "bench/gpu/gpu.hpp"
@@ -80,10 +81,15 @@ __global__ void __launch_bounds__(kThreads)
   if (seen == 0xFFFFFFFFu && never != nullptr) *never = seen;
 }
 
-/// A warp a row, four rows in flight, 16 bytes a lane, the lanes aligned to the 128-byte lines of the row: over PCIe every request counts.
+__device__ __forceinline__ void load_piece(const char* p, uint4& v) { v = ptx::load_streaming(p); }
+__device__ __forceinline__ void load_piece(const char* p, uint2& v) { v = __ldcs(reinterpret_cast<const uint2*>(p)); }
+
+/// A warp a row, four rows in flight, 16 bytes a lane (T: 8 where rows are no multiple of 16), the lanes aligned to the 128-byte lines of the
+/// row: over PCIe every request counts.
+template <class T>
 __global__ void __launch_bounds__(kThreads)
     gather(const char* host, const std::int32_t* rows, std::int64_t n, std::int64_t row_bytes, char* to) {
-  constexpr int kFlight = 4;
+  constexpr int kFlight = 4, kPiece = sizeof(T);
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const std::int64_t warp = (std::int64_t{blockIdx.x} * kThreads + threadIdx.x) / 32, warps = std::int64_t{gridDim.x} * (kThreads / 32);
   for (std::int64_t r = warp; r < n; r += warps * kFlight) {
@@ -94,15 +100,15 @@ __global__ void __launch_bounds__(kThreads)
       from[k] = r + k * warps < n ? host + rows[r + k * warps] * row_bytes : nullptr;
       skew[k] = static_cast<int>(reinterpret_cast<std::uintptr_t>(from[k]) & 127);
     }
-    for (std::int64_t at = lane * 16; at < row_bytes + 112; at += 512) {
-      uint4 v[kFlight];
+    for (std::int64_t at = lane * kPiece; at < row_bytes + 128 - kPiece; at += 32 * kPiece) {
+      T v[kFlight];
 #pragma unroll
       for (int k = 0; k < kFlight; ++k)
-        if (from[k] && at >= skew[k] && at - skew[k] < row_bytes) v[k] = ptx::load_streaming(from[k] + at - skew[k]);
+        if (from[k] && at >= skew[k] && at - skew[k] < row_bytes) load_piece(from[k] + at - skew[k], v[k]);
 #pragma unroll
       for (int k = 0; k < kFlight; ++k)
         if (from[k] && at >= skew[k] && at - skew[k] < row_bytes)
-          *reinterpret_cast<uint4*>(to + (r + k * warps) * row_bytes + at - skew[k]) = v[k];
+          *reinterpret_cast<T*>(to + (r + k * warps) * row_bytes + at - skew[k]) = v[k];
     }
   }
 }
@@ -278,6 +284,8 @@ double Gpu::stream_us(std::int64_t read_bytes, std::int64_t write_bytes, bool in
 
 double Gpu::host_gather_us(std::int64_t rows, std::int64_t row_bytes) {
   if (rows == 0) return 0;
+  if (row_bytes % 8 != 0)
+    throw Error(ErrorKind::kInternal, "internal error: rows of " + std::to_string(row_bytes) + " bytes are not gathered");
   const auto key = std::make_tuple(2, rows, row_bytes);
   if (const auto i = known().find(key); i != known().end()) return i->second;
   const std::int64_t pool = std::max<std::int64_t>(rows, (std::int64_t{256} << 20) / row_bytes);
@@ -292,7 +300,8 @@ double Gpu::host_gather_us(std::int64_t rows, std::int64_t row_bytes) {
   std::vector<Call> grids;
   for (const int blocks : {8, 16, 32, 66})
     grids.push_back([&, blocks](Stream s, int) {
-      gather<<<blocks, kThreads, 0, cuda::native(s)>>>(host.data<char>(), index.data<std::int32_t>(), rows, row_bytes, to.data<char>());
+      const auto kernel = row_bytes % 16 == 0 ? gather<uint4> : gather<uint2>;
+      kernel<<<blocks, kThreads, 0, cuda::native(s)>>>(host.data<char>(), index.data<std::int32_t>(), rows, row_bytes, to.data<char>());
     });
   const std::vector<double> us = cold_us(grids, {}, 7);
   return known()[key] = *std::min_element(us.begin(), us.end());

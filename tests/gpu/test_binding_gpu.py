@@ -175,11 +175,11 @@ def test_device_memory_is_all_the_callers():
     torch.cuda.synchronize()
 
     def used():
-        before = torch.cuda.mem_get_info()[0], torch.cuda.memory_stats()["allocation.all.allocated"]
+        before = conftest.device_memory(), torch.cuda.memory_stats()["allocation.all.allocated"]
         for _ in range(200):
             accept.verify_greedy(c, t, out=out)
         torch.cuda.synchronize()
-        return before[0] - torch.cuda.mem_get_info()[0], torch.cuda.memory_stats()["allocation.all.allocated"] - before[1]
+        return conftest.device_memory() - before[0], torch.cuda.memory_stats()["allocation.all.allocated"] - before[1]
 
     # the driver counts every program on this GPU: what others take comes and goes, what a call takes is there in each round
     assert (0, 0) in [used() for _ in range(8)]
