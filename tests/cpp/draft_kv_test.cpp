@@ -16,6 +16,7 @@
 #include "cpu/vector.hpp"
 #include "draft_kv/check.hpp"
 #include "draft_kv/cuda/deal.hpp"
+#include "draft_kv/cuda/work.hpp"
 #include "specstate/error.hpp"
 #include "thread_pool.hpp"
 
@@ -298,6 +299,59 @@ TEST(Places, HaveEveryHeadOfKAndEveryQuarterOfVOnceAndAlikeMany) {
         for (int n = 0; n < 4 * layers * heads; ++n)
           ASSERT_TRUE(places.by_heads(n) == n / heads && places.by_quarters(n) == n / (4 * heads));
       }
+}
+
+/// Every run of every tile is one block's; what is handed on goes to the block that is named, and is the first thing done; nobody has much more than another.
+void deals(int row_tiles, int head_tiles, int runs, int blocks, int units) {
+  using namespace specstate::draft_kv::cuda;
+  std::map<std::tuple<int, int>, std::vector<int>> owner;
+  int most = 0;
+  for (int block = 0; block < blocks; ++block) {
+    const Work work_of = Work::of(row_tiles, head_tiles, runs, block, blocks, units);
+    int work = 0;
+    for (int i = 0; i < work_of.pieces; ++i) {
+      const Piece piece = work_of.piece(i);
+      ASSERT_TRUE(piece.row_tile >= 0 && piece.row_tile < row_tiles && piece.head_tile >= 0 && piece.head_tile < head_tiles);
+      ASSERT_TRUE(piece.begin >= 0 && piece.begin < piece.end && piece.end <= runs);
+      ASSERT_EQ(piece.end < runs, i < work_of.handed_on);
+      if (units > 0 && piece.end - piece.begin < runs) ASSERT_EQ(piece.begin % (runs / units) + piece.end % (runs / units), 0);
+      auto& of_tile = owner.try_emplace({piece.row_tile, piece.head_tile}, runs, -1).first->second;
+      for (int run = piece.begin; run < piece.end; ++run) ASSERT_EQ(std::exchange(of_tile[run], block), -1);
+      work += piece.end - piece.begin;
+    }
+    most = std::max(most, work);
+  }
+  ASSERT_EQ(static_cast<int>(owner.size()), row_tiles * head_tiles);
+  for (const auto& [tile, blocks_of] : owner)
+    for (int run = 0; run < runs; ++run) {
+      ASSERT_GE(blocks_of[run], 0);
+      if (run > 0 && blocks_of[run] != blocks_of[run - 1]) ASSERT_EQ(blocks_of[run], blocks_of[run - 1] + row_tiles);
+    }
+  if (units > 0 && row_tiles > 0 && row_tiles <= std::min(blocks, kDealtTiles)) {  // evenly over the sets of blocks
+    const int sets = std::min(blocks / row_tiles, head_tiles);
+    ASSERT_LE(most, (head_tiles * units + sets - 1) / sets * (runs / units) + 1);
+  }
+}
+
+TEST(Work, TilesOfRowsCoverThemAndLieWithin) {
+  using namespace specstate::draft_kv::cuda;
+  for (int count = 1; count <= 5 * kTileRows; ++count)
+    for (int tile = 0; tile < (count + kTileRows - 1) / kTileRows; ++tile) {
+      const int first = first_row_of(tile, count);
+      ASSERT_TRUE(first >= 0 && first <= tile * kTileRows && first + kTileRows >= std::min((tile + 1) * kTileRows, count));
+      if (count >= kTileRows) ASSERT_LE(first + kTileRows, count);
+    }
+}
+
+TEST(Work, EveryRunIsDoneOnce) {
+  for (const int blocks : {1, 7, 78, 132})
+    for (const int head_tiles : {1, 5, 32, 80})
+      for (int row_tiles = 0; row_tiles < 14; ++row_tiles)
+        for (const auto& [runs, units] : {std::pair{4, 4}, {4, 0}, {8, 2}, {8, 0}, {12, 12}}) {
+          deals(row_tiles, head_tiles, runs, blocks, units);
+          if (::testing::Test::HasFatalFailure())
+            FAIL() << row_tiles << " x " << head_tiles << " tiles, " << runs << " runs, " << blocks << " blocks, " << units << " units";
+        }
 }
 
 }  // namespace

@@ -18,11 +18,11 @@
 #include "draft_kv/cuda/finish.cuh"
 #include "draft_kv/cuda/tensor_core.cuh"
 #include "draft_kv/cuda/trace.hpp"
+#include "draft_kv/cuda/work.hpp"
 
 namespace specstate::draft_kv::cuda {
 
 inline constexpr int kPlanRows = 1024;  // planned by every block itself; longer calls bring a list
-inline constexpr int kGroupTiles = 12;  // row tiles that are done together, so that their rows and the weights stay in L2
 inline constexpr int kMostStages = 16;
 inline constexpr int kFewRows = 64;  // of a group of four warps
 inline constexpr std::size_t kStageBytes = std::size_t{kColumns} * kDepth * 2, kRowTileBytes = std::size_t{kFewRows} * kDepth * 2;

@@ -106,14 +106,73 @@ __device__ int plan_rows(const Rows& x, Row* list, int* bucket, int* warp_count,
   return plan_rows<kThreads, kEach, kBuckets>(x, list, bucket, warp_count, raise, threadIdx.x, [] { __syncthreads(); });
 }
 
-/// Longer launches than a block of the product plans for itself: one block plans up to kListRows rows into `list`, `count`.
+/// Longer launches than a block of the product plans for itself: one block plans up to kListRows rows into `list`, `count`. A thread has every 1024th row; slots stay in shared memory for
+/// rows that name one slot to find each other.
 inline constexpr int kListRows = 8192, kPlanThreads = 1024;
+inline constexpr std::size_t kPlanBytes = kListRows * (sizeof(std::int64_t) + 2 * sizeof(int));
 static __global__ void __launch_bounds__(kPlanThreads, 1) plan_kernel(const __grid_constant__ Rows x, Row* list, int* count) {
-  extern __shared__ int bucket[];  // [2 * kListRows]
-  __shared__ int warp_count[kPlanThreads / 32];
+  constexpr int kEach = kListRows / kPlanThreads, kWarps = kPlanThreads / 32, kBuckets = 2 * kListRows;
+  extern __shared__ __align__(16) unsigned char plan_memory[];
+  auto* const slots = reinterpret_cast<std::int64_t*>(plan_memory);  // [kListRows]
+  auto* const bucket = reinterpret_cast<int*>(slots + kListRows);    // [kBuckets], as many as twice the rows are used
+  __shared__ int kept_of[kEach * kWarps];
   ptx::wait_for_previous();
-  const int n = plan_rows<kPlanThreads, kListRows / kPlanThreads, 2 * kListRows>(x, list, bucket, warp_count, true);
-  if (threadIdx.x == 0) *count = n;
+  ptx::let_next_start();
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, each = (x.tokens + kPlanThreads - 1) / kPlanThreads;
+  int buckets = 2 * kPlanThreads;
+  while (buckets < 2 * x.tokens) buckets *= 2;
+  for (int i = thread; i < buckets; i += kPlanThreads) bucket[i] = -1;
+  Row mine[kEach];
+#pragma unroll
+  for (int e = 0; e < kEach; ++e) mine[e] = read_row(x, e * kPlanThreads + thread, true);
+#pragma unroll
+  for (int e = 0; e < kEach; ++e)
+    if (e < each) slots[e * kPlanThreads + thread] = mine[e].slot;
+  __syncthreads();
+  int place[kEach];
+#pragma unroll
+  for (int e = 0; e < kEach; ++e) {
+    place[e] = -1;
+    if (mine[e].slot < 0) continue;
+    const int i = e * kPlanThreads + thread;
+    std::uint32_t h = static_cast<std::uint32_t>((static_cast<std::uint64_t>(mine[e].slot) * 0x9E3779B97F4A7C15ull) >> 40);
+    for (;; ++h) {
+      h &= buckets - 1;
+      const int other = atomicCAS(&bucket[h], -1, i);
+      if (other < 0) break;
+      if (slots[other] == mine[e].slot) {
+        atomicMax(&bucket[h], i);
+        break;
+      }
+    }
+    place[e] = static_cast<int>(h);
+  }
+  __syncthreads();
+  unsigned kept[kEach];  // of the warp's rows
+#pragma unroll
+  for (int e = 0; e < kEach; ++e) {
+    kept[e] = __ballot_sync(~0u, place[e] >= 0 && bucket[place[e]] == e * kPlanThreads + thread);
+    if (lane == 0) kept_of[e * kWarps + warp] = __popc(kept[e]);
+  }
+  __syncthreads();
+  if (warp == 0) {  // counts -> where a warp's rows begin
+    int before = 0;
+    for (int e = 0; e < kEach; ++e) {
+      int n = kept_of[e * kWarps + lane], sum = n;
+#pragma unroll
+      for (int d = 1; d < 32; d *= 2) {
+        const int other = __shfl_up_sync(~0u, sum, d);
+        if (lane >= d) sum += other;
+      }
+      kept_of[e * kWarps + lane] = before + sum - n;
+      before += __shfl_sync(~0u, sum, 31);
+    }
+    if (lane == 0) *count = before;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int e = 0; e < kEach; ++e)
+    if (kept[e] >> lane & 1) list[kept_of[e * kWarps + warp] + __popc(kept[e] & ((1u << lane) - 1))] = mine[e];
 }
 
 }  // namespace specstate::draft_kv::cuda

@@ -2,15 +2,18 @@
 //
 //   few_rows   up to 64 rows, target features too: bound by reading the weights
 //   many_rows  more of them, bound by the tensor cores; and any number of rows of more than 4096 features
-//   any_rows   shapes, dtypes and strides that those two do not take
-// The first two add in one order and give the same bits, so any split of the rows into calls does, too.
+//   bulk_rows  more than 128 rows that have to be gathered (commit lengths), of at most 4096 features
+//   any_rows   shapes, dtypes and strides that those do not take
+// The first three add in one order and give the same bits, so any split of the rows into calls does, too.
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <random>
 
 #include "core/match.hpp"
 #include "cuda/launch.hpp"
 #include "draft_kv/cuda/any_rows.cuh"
+#include "draft_kv/cuda/bulk_rows.cuh"
 #include "draft_kv/cuda/features.cuh"
 #include "draft_kv/cuda/few_rows.cuh"
 #include "draft_kv/cuda/flags.hpp"
@@ -122,6 +125,8 @@ int many_groups(int tokens, int head_tiles) {
 struct Means {
   Row* list;
   int* count;
+  float* parts;
+  unsigned long long* part_flags;
   Context context;  // raw null where the caller gives the projection's features itself
 };
 
@@ -170,6 +175,29 @@ void launch_many(const Problem& p, const TensorView& weight, std::int64_t rows, 
     launch_many_of<Io, kHeadDim, 3>(p, weight, rows, shape, context, stream);
 }
 
+/// Does bulk_rows take so many rows? Where rows have to be gathered it is faster than many_rows (whose copies nearly double its time), elsewhere mostly not.
+bool bulk_takes(std::int64_t tokens, std::int64_t hidden, bool gathered) {
+  return gathered && tokens > Many<2>::kRows && Runs::of(static_cast<int>(hidden)).count == 4;
+}
+/// 64 random bits, not 0, others each time.
+unsigned long long launch_number() {
+  static std::atomic<unsigned long long> next{std::uint64_t{std::random_device{}()} << 32 | std::random_device{}()};
+  unsigned long long x = next.fetch_add(0x9E3779B97F4A7C15ull);
+  x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9ull, x = (x ^ x >> 27) * 0x94D049BB133111EBull;
+  return (x ^ x >> 31) | 1;
+}
+/// One product of many rows; `rows` is what its tensor map of ctx covers.
+template <class Io, int kHeadDim>
+void launch_bulk(const Problem& p, const TensorView& weight, std::int64_t rows, BulkShape shape, Stream stream) {
+  const unsigned tiles = blocks_for(p.rows.tokens, Bulk::kRows) * static_cast<unsigned>(shape.head_tiles);
+  const auto blocks = static_cast<unsigned>(std::min(device_info().multiprocessors, kPartBlocks));
+  if (shape.part_flags) shape.launch_number = launch_number();
+  // Without `overlap`: blocks that come in one by one as those before leave take 6 to 13 % more time, from 512 rows on (decision 0010).
+  launch(bulk_rows<Io, kHeadDim>,
+         {.grid = shape.part_flags ? blocks : std::min(blocks, tiles), .block = Bulk::kThreads, .shared = Bulk::kShared}, stream,
+         weight_map(weight, kColumns, false), tile_map(p.ctx, weight.dtype, rows, p.hidden, p.ctx_stride, Bulk::kRows, false), p, shape);
+}
+
 /// few_rows; `rows` is what its tensor map of ctx covers, `columns` (of target features: kHeadDim 0) how many there are.
 template <class Io, int kHeadDim, int kGroups>
 void launch_few_of(const Problem& p, const TensorView& weight, std::int64_t rows, const Runs& runs, int columns, const Context& context,
@@ -211,10 +239,21 @@ void launch_fast(const MaterializeArgs& a, Problem p, const Means& m, Stream str
     return launch_few<Io, kHeadDim>(p, a.kv_weight, p.rows.tokens, m.context, stream);
   }
   if (!raw && p.rows.tokens <= Many<2>::kRows) return launch_few<Io, kHeadDim>(p, a.kv_weight, a.tokens, Context{}, stream);
+  if (!raw && bulk_takes(p.rows.tokens, p.hidden, p.rows.commit.data != nullptr)) {
+    const bool dealt = p.rows.tokens <= kDealtRows && device_info().multiprocessors >= kDealtTiles;
+    BulkShape bulk{
+        p.layers * 2 * p.heads * kHeadDim / kColumns, nullptr, nullptr, Runs::of(p.hidden), m.parts, dealt ? m.part_flags : nullptr, 0};
+    if (!dealt) {
+      bulk.list = m.list, bulk.list_count = m.count;
+      if (p.first_layer == 0)
+        launch(plan_kernel, {.block = kPlanThreads, .shared = kPlanBytes, .overlap = true}, stream, p.rows, m.list, m.count);
+    }
+    return launch_bulk<Io, kHeadDim>(p, a.kv_weight, a.tokens, bulk, stream);
+  }
   ManyShape shape{p.layers * 2 * p.heads * kHeadDim / kColumns, nullptr, nullptr, Runs::of(p.hidden)};
   if (p.rows.tokens > kPlanRows || raw) {
     if (p.first_layer == 0)
-      launch(plan_kernel, {.block = kPlanThreads, .shared = 2 * kListRows * sizeof(int), .overlap = true}, stream, p.rows, m.list, m.count);
+      launch(plan_kernel, {.block = kPlanThreads, .shared = kPlanBytes, .overlap = true}, stream, p.rows, m.list, m.count);
     shape.list = m.list, shape.list_count = m.count;
   }
   if (raw) {
@@ -240,7 +279,7 @@ void launch_any(const MaterializeArgs& a, const Problem& p, const Means& m, Stre
   const unsigned row_tiles = blocks_for(p.rows.tokens, kAnyRows);
   if (p.rows.tokens > 4 * kAnyThreads || m.context.raw) {
     if (p.first_layer == 0)
-      launch(plan_kernel, {.block = kPlanThreads, .shared = 2 * kListRows * sizeof(int), .overlap = true}, stream, p.rows, m.list, m.count);
+      launch(plan_kernel, {.block = kPlanThreads, .shared = kPlanBytes, .overlap = true}, stream, p.rows, m.list, m.count);
     shape.list = m.list, shape.list_count = m.count;
   }
   if (m.context.raw) {
@@ -270,17 +309,19 @@ std::int64_t rows_of_round(std::int64_t tokens, bool fast, bool with_context) {
 
 std::int64_t round_up(std::int64_t n) { return (n + 255) / 256 * 256; }
 
-/// The parts of a workspace: a list of rows, its length, and rows of context with their sums of squares.
+/// The parts of a workspace: a list of rows, its length, what blocks of bulk_rows hand on, and rows of context with their sums of squares.
 struct Parts {
-  std::int64_t count, squares, raw, end;
+  std::int64_t count, flags, sums, squares, raw, end;
 };
 /// `item`: bytes of a value of context, 0 where there is none.
 Parts parts(std::int64_t tokens, std::int64_t hidden, std::int64_t item) {
   const std::int64_t rows = std::min(tokens, item > 0 ? kContextRows : std::int64_t{kListRows});
-  const bool listed = tokens > kPlanRows || item > 0;
+  const bool bulk = item == 0 && tokens > Many<2>::kRows, listed = bulk || item > 0;
   Parts p{};
   p.count = listed ? round_up(rows * static_cast<std::int64_t>(sizeof(Row))) : 0;
-  p.squares = p.count + (listed ? 256 : 0);
+  p.flags = p.count + (listed ? 256 : 0);
+  p.sums = p.flags + (bulk ? round_up(kPartBlocks * kPartFlags * static_cast<std::int64_t>(sizeof(unsigned long long))) : 0);
+  p.squares = p.sums + (bulk ? kPartBlocks * static_cast<std::int64_t>(kPartBytes) : 0);
   p.raw = p.squares + (item > 0 ? round_up(rows * (hidden + 63) / 64 * 4) : 0);
   p.end = p.raw + rows * hidden * item;
   return p;
@@ -315,6 +356,7 @@ void run(const MaterializeArgs& a, Stream stream) {
   const Parts at = parts(a.tokens, hidden, with_context ? size_of(nr.io) : 0);
   char* const workspace = static_cast<char*>(a.workspace);
   m.list = reinterpret_cast<Row*>(workspace), m.count = reinterpret_cast<int*>(workspace + at.count);
+  m.parts = reinterpret_cast<float*>(workspace + at.sums), m.part_flags = reinterpret_cast<unsigned long long*>(workspace + at.flags);
   if (with_context)
     m.context = {reinterpret_cast<std::uint16_t*>(workspace + at.raw), reinterpret_cast<float*>(workspace + at.squares),
                  values(a.hidden_norm_weight), a.hidden_norm_eps, p.hidden};
