@@ -79,6 +79,19 @@ def test_the_recorded_matrix_is_complete_and_lossless():
             assert cell["accepted_lengths"][force] >= 0.9 * (cell["steps"] - 100)
 
 
+def test_the_matrix_recorded_on_a_gpu_is_complete_and_lossless():
+    evidence = json.loads((ROOT / "tests" / "evidence" / "lossless_matrix_cuda.json").read_text())
+    assert len(evidence["prompts"]) == 50 and evidence["not_lossless"] == 0 and evidence["device"]
+    cells = {(c["mode"], c["temperature"], c["force_accept"], c["at_once"]): c for c in evidence["cells"]}
+    kinds = [(m, t) for m in ("dflash", "dspark") for t in (0, 0.8)]
+    assert set(cells) >= {(m, t, f, 16) for m, t in kinds for f in range(9)} and {n for *_, n in cells} == set(range(1, 17)) and len(cells) == 51
+    for (_, _, force, _), cell in cells.items():
+        assert cell["prompts"] == cell["lossless"] == 50
+        if force:
+            assert cell["accepted_lengths"][force] >= 0.8 * (cell["steps"] - 100)
+    assert sum(c["dropped"] > 0 for c in cells.values()) > 40
+
+
 def test_speculation_accepts_several_tokens_on_real_text():
     for mode in ("dflash", "dspark"):
         report = generate(*batch_of(PROMPTS[::9]), "--mode", mode, "--max-new-tokens", 96)
