@@ -32,10 +32,15 @@ def describe(kind, **fields):
     kind.__doc__ += "\n\n" + "\n".join(f"{name}: {text}" for name, text in fields.items())
 
 
+def shown(x):
+    """A number as an error says it; Python itself refuses to write integers of more than 4300 digits."""
+    return f"one of {x.bit_length()} bits" if isinstance(x, int) and x.bit_length() > 256 else repr(x)
+
+
 def kind_of(x):
     """What an error says of an argument of the wrong kind."""
-    shown = f"{type(x).__name__} {x!r}" if isinstance(x, (bool, int, float, complex, str, bytes)) else type(x).__name__
-    return shown if len(shown) <= 60 else shown[:57] + "..."
+    text = f"{type(x).__name__} {shown(x)}" if isinstance(x, (bool, int, float, complex, str, bytes)) else type(x).__name__
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def integer(name, x):
@@ -45,7 +50,7 @@ def integer(name, x):
     except Exception:  # what its own __index__ raises is no integer either
         raise refusal(TypeError, f"{name}: expected an integer, got {kind_of(x)}.") from None
     if not -(2**63) <= value < 2**63:
-        raise refusal(ValueError, f"{name}: expected an integer of 64 bits, got {value}.")
+        raise refusal(ValueError, f"{name}: expected an integer of 64 bits, got {shown(value)}.")
     return value
 
 

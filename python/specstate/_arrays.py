@@ -22,6 +22,12 @@ def _kind(x):
     return type(x).__module__.partition(".")[0]
 
 
+def _framework(x):
+    """The framework whose array it is, also of a class that a program derived from that framework's."""
+    roots = (c.__module__.partition(".")[0] for c in type(x).__mro__)
+    return next((root for root in roots if root in ("torch", "cupy", "jax", "jaxlib", "numpy")), _kind(x))
+
+
 class _Alias:
     """A writable alias of a read-only NumPy array, for inputs only: NumPy refuses to export those."""
 
@@ -76,7 +82,7 @@ def array_in(name, x):
     if kind in _as_they_are or (kind is _ndarray and x.dtype in _plain and x.flags.carray):
         return x
     np = sys.modules.get("numpy")
-    if np is not None and isinstance(x, np.ndarray):
+    if np is not None and isinstance(x, getattr(np, "ndarray", ())):
         _ndarray = np.ndarray
         return _from_numpy(name, np, x)
     if (hasattr(x, "__dlpack__") or hasattr(x, "__tvm_ffi_object__")) and not isinstance(x, type):
@@ -92,9 +98,9 @@ def array_out(name, x):
     if kind in _as_they_are or (kind is _ndarray and x.dtype in _plain and x.flags.carray):  # which is writable too
         return x
     np = sys.modules.get("numpy")
-    if np is not None and isinstance(x, np.ndarray) and not x.flags.writeable:
+    if np is not None and isinstance(x, getattr(np, "ndarray", ())) and not x.flags.writeable:
         raise refusal(ValueError, f"{name}: expected a writable array, got a read-only one.")
-    if _kind(x) in ("jax", "jaxlib"):
+    if _framework(x) in ("jax", "jaxlib"):
         raise refusal(ValueError, f"{name}: expected a writable array, got an immutable JAX array.")
     return array_in(name, x)
 
@@ -107,6 +113,8 @@ def tensor(name, x):
         return x
     try:
         return tvm_ffi.from_dlpack(x)
+    except (MemoryError, RecursionError):  # not a question of the array
+        raise
     except Exception as error:
         raise refusal(ValueError, f"{name}: expected {not_handed_over(x, error)}") from error
 
@@ -130,7 +138,7 @@ def shape_of(name, x, ndim=None):
 
 def empty_like(like, shape, dtype=None):
     """An uninitialised array of `shape`, of the kind and device of `like`; `dtype` is a name, by default that of `like`."""
-    kind = _kind(like)
+    kind = _framework(like)
     if kind == "torch":
         import torch
 

@@ -3,10 +3,11 @@
 import os
 import pathlib
 import sys
+import threading
 
 from ._arguments import kind_of, refusal
 
-_module = None
+_module, _loading = None, threading.RLock()
 _NAME = "libspecstate_ffi.so"
 
 
@@ -35,8 +36,15 @@ def _folder():
 
 def library():
     """The loaded module; attribute access gives exported functions."""
+    return _module if _module is not None else _load()
+
+
+def _load():
+    """Once; other threads that make their first call meanwhile wait."""
     global _module
-    if _module is None:
+    with _loading:
+        if _module is not None:
+            return _module
         import tvm_ffi
 
         tvm_ffi.register_error("NotImplementedError", NotImplementedError)  # else it would arrive as a RuntimeError
@@ -47,9 +55,25 @@ def library():
         except (OSError, RuntimeError, ValueError) as error:
             named = " (from SPECSTATE_LIBRARY_PATH)" if os.environ.get("SPECSTATE_LIBRARY_PATH") else ""
             raise ImportError(f"specstate: {path}{named} does not load: {str(error).strip().splitlines()[-1]}") from None
-        _module = module
-        export("at_once")
-    return _module
+        _exported(module, "at_once")
+        _module = module  # last: who sees it finds everything else there
+        return module
+
+
+def _unlock():
+    """In a child of a fork: the thread that was loading is not there."""
+    global _loading
+    _loading = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_unlock)
+
+
+def _exported(module, name):
+    f = getattr(module, name)
+    f.release_gil = False  # the export does it
+    _exports[name] = f
+    return f
 
 
 _exports, _functions = {}, {}
@@ -58,11 +82,7 @@ _exports, _functions = {}, {}
 def export(name):
     """The exported C++ function `name`."""
     f = _exports.get(name)
-    if f is None:
-        f = getattr(library(), name)
-        f.release_gil = False  # the export does it
-        _exports[name] = f
-    return f
+    return f if f is not None else _exported(library(), name)
 
 
 def function(name):
@@ -77,6 +97,8 @@ def _naming(f):
     def call(*arguments):
         try:
             return f(*arguments)
+        except RecursionError:  # not a question of one argument
+            raise
         except (TypeError, RuntimeError, ValueError, BufferError, AttributeError) as error:
             wrong = _wrong(arguments)
             if wrong is None:

@@ -2,7 +2,7 @@
 
 import sys
 
-from ._arguments import kind_of, refusal
+from ._arguments import kind_of, refusal, shown
 
 _current_of = {}  # a torch class -> index of a GPU -> its current stream
 
@@ -20,12 +20,13 @@ def stream_handle(stream, like):
         if current is not None:
             index = like.get_device()  # -1: a CPU
             return current(index) if index >= 0 else 0
+        # While another thread imports a framework for the first time its module is there before its classes.
         torch = sys.modules.get("torch")
-        if torch is not None and isinstance(like, torch.Tensor):
+        if torch is not None and isinstance(like, getattr(torch, "Tensor", ())):
             _current_of[type(like)] = _of_torch(torch)
             return stream_handle(None, like)
         cupy = sys.modules.get("cupy")
-        if cupy is not None and isinstance(like, cupy.ndarray):
+        if cupy is not None and isinstance(like, getattr(cupy, "ndarray", ())):
             return cupy.cuda.get_current_stream().ptr
         return 0
     handle = stream
@@ -37,5 +38,5 @@ def stream_handle(stream, like):
     if not isinstance(handle, int):
         raise refusal(TypeError, f"stream: expected an int or a CUDA stream object, got {kind_of(stream)}.")
     if not 0 <= handle < 2**63:
-        raise refusal(ValueError, f"stream: expected a handle of 64 bits, got {handle}.")
+        raise refusal(ValueError, f"stream: expected a handle of 64 bits, got {shown(handle)}.")
     return handle

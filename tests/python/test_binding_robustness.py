@@ -12,6 +12,7 @@ import tvm_ffi
 from calls import CALLS, leaves, operation, replace
 
 import specstate
+from specstate import accept
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 HERE = pathlib.Path(__file__).parent
@@ -161,3 +162,76 @@ def test_children_of_a_fork_while_threads_compute():
     """A child has the caller's thread only: it computes with that, the same bits, and waits for nobody."""
     env = dict(os.environ, PYTHONPATH=str(ROOT / "python"), SPECSTATE_NUM_THREADS="4")
     subprocess.run([sys.executable, "-W", "ignore", "-c", FORKS], env=env, check=True, timeout=200)
+
+
+FIRST_CALLS = """
+import sys, threading, types
+sys.path[:0] = sys.argv[1:]
+import numpy as np
+from specstate import accept
+sys.setswitchinterval(1e-6)
+a, begin, failed = np.ones((2, 4), np.int32), threading.Barrier(8), []
+
+def call():
+    begin.wait()
+    try:
+        out = np.zeros(2, np.int32), np.zeros((2, 4), np.int32)
+        accept.verify_greedy(a, a.copy(), out=out)
+        assert out[0].tolist() == [4, 4]
+    except BaseException as error:
+        failed.append(repr(error))
+
+threads = [threading.Thread(target=call) for _ in range(8)]
+for t in threads: t.start()
+for t in threads: t.join()
+# frameworks that another thread is only beginning to import
+sys.modules["torch"], sys.modules["cupy"] = types.ModuleType("torch"), types.ModuleType("cupy")
+begin = threading.Barrier(1)
+call()
+sys.exit("; ".join(failed) or 0)
+"""
+
+
+def test_first_calls_of_many_threads():
+    """Whoever comes while another thread loads the library waits; a half imported framework is none."""
+    for _ in range(12):
+        done = subprocess.run([sys.executable, "-c", FIRST_CALLS, str(ROOT / "python")], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+
+
+def test_calls_inside_of_calls_end():
+    """An array whose `__dlpack__` makes such a call again, without end."""
+
+    class Nested:
+        shape, dtype = (2, 4), np.dtype(np.int32)
+        calls = 0
+
+        def __dlpack__(self, **_):
+            Nested.calls += 1
+            return accept.verify_greedy(Nested(), Nested())
+
+        def __dlpack_device__(self):
+            return (1, 0)
+
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(300)
+    try:
+        with pytest.raises((RecursionError, ValueError)):
+            accept.verify_greedy(Nested(), Nested())
+    finally:
+        sys.setrecursionlimit(limit)
+    assert Nested.calls < 1000
+
+
+def test_arrays_of_derived_classes():
+    """A result is of the framework of the class that the argument's class derives from."""
+    torch = pytest.importorskip("torch", reason="needs-torch: torch is no requirement")
+
+    class Weight(torch.Tensor):
+        pass
+
+    x = torch.ones(2, 4, dtype=torch.int32)
+    for given in (x.as_subclass(Weight), torch.nn.Parameter(x, requires_grad=False)):
+        lengths, tokens = accept.verify_greedy(given, x)
+        assert isinstance(lengths, torch.Tensor) and isinstance(tokens, torch.Tensor)
+        assert lengths.tolist() == [4, 4]

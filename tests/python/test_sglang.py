@@ -9,6 +9,8 @@ import pathlib
 import subprocess
 import sys
 import textwrap
+import threading
+import types
 
 import numpy as np
 import pytest
@@ -223,6 +225,53 @@ def test_a_failed_call_leaves_the_first_in_place(tree):
     assert sorted(drop_in.install(only="hisparse")) == sorted(first)  # the same again wraps sglang's own, not ours
     drop_in.uninstall()
     assert not any(hasattr(function(name), "__specstate__") for name in first)
+
+
+def test_a_module_that_refuses_leaves_the_first_in_place(tree, monkeypatch):
+    """Half of an installation is put back, and what was there before comes again."""
+    tree()
+    drop_in.install(only="load_cache_to_device_buffer_mla")
+    held, before = function("load_cache_to_device_buffer_mla"), {name: function(name) for name in REPLACED}
+
+    class Frozen(types.ModuleType):
+        def __setattr__(self, name, value):
+            raise AttributeError("read-only module")
+
+    odd = Frozen("odd")
+    vars(odd)["f"] = before["copy_cache_planned_mla"]
+    monkeypatch.setitem(sys.modules, "odd", odd)
+    with pytest.raises(AttributeError, match="read-only module"):
+        drop_in.install()
+    assert drop_in.installed() == ["load_cache_to_device_buffer_mla"]
+    assert {name: function(name) for name in REPLACED} == before and function("load_cache_to_device_buffer_mla") is held
+    monkeypatch.delitem(sys.modules, "odd")
+    assert sorted(drop_in.install()) == REPLACED
+    drop_in.uninstall()
+    assert not any(hasattr(function(name), "__specstate__") for name in REPLACED)
+
+
+def test_threads_that_install_and_uninstall(tree):
+    tree()
+    drop_in.install()
+    drop_in.uninstall()
+    sglangs = {name: function(name) for name in REPLACED}
+    failed = []
+
+    def work(i):
+        try:
+            for k in range(10):
+                drop_in.install(only="hisparse" if (i + k) % 2 else None)
+                drop_in.uninstall()
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not failed and not drop_in.installed()
+    assert {name: function(name) for name in REPLACED} == sglangs
 
 
 def test_a_module_that_does_not_import(tree, caplog):

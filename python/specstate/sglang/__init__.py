@@ -19,6 +19,7 @@ import inspect
 import logging
 import os
 import sys
+import threading
 import types
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -104,6 +105,7 @@ _KDA_BACKEND = ("sglang.srt.layers.attention.linear.kda_backend", "KDAAttnBacken
 
 _swaps = []  # (original, replacement) in the order of installation
 _predicates = []  # (class, attribute, original)
+_changing = threading.RLock()  # installing and uninstalling, one at a time
 
 
 # ----------------------------------------------------------------------------------------------------------- one call
@@ -265,6 +267,11 @@ def install(only: "str | Iterable[str] | None" = None, strict: bool = False) -> 
     targets, strict = _chosen(only), flag("strict", strict)
     if importlib.util.find_spec("sglang") is None:
         raise ImportError("specstate.sglang: sglang is not installed in this Python; there is nothing to replace")
+    with _changing:
+        return _install(targets, strict)
+
+
+def _install(targets, strict):
     own = {id(replacement): original for original, replacement in _swaps}  # what an earlier call put there
     plan = []
     for target in targets:
@@ -284,11 +291,25 @@ def install(only: "str | Iterable[str] | None" = None, strict: bool = False) -> 
         looked = sorted({m for t in targets for m in t.modules})
         raise ImportError(f"specstate.sglang: this sglang has none of the functions; looked in {', '.join(looked)}")
     _cuda_built()  # the library loads, or nothing changes
+    before, was_open = list(_swaps), bool(_predicates)
     uninstall()
+    try:
+        return _put(plan)
+    except BaseException:  # a module may refuse to be changed
+        uninstall()
+        for swap in before:
+            _swaps.append(swap)
+            _swap(*swap)
+        if was_open:
+            _open_dispatch()
+        raise
+
+
+def _put(plan):
     done = {}
     for name, original, replacement in plan:
+        _swaps.append((original, replacement))  # first: what is half done can be undone
         done[name] = _swap(original, replacement)
-        _swaps.append((original, replacement))
         _log.info("%s: replaced in %s", name, ", ".join(done[name]))
     if "fused_kda_decode_mtp_dspark" in done:
         _open_dispatch()
@@ -297,12 +318,13 @@ def install(only: "str | Iterable[str] | None" = None, strict: bool = False) -> 
 
 def uninstall() -> None:
     """Puts sglang's own functions back, everywhere. Does nothing if nothing is installed."""
-    while _predicates:
-        owner, attribute, original = _predicates.pop()
-        setattr(owner, attribute, original)
-    while _swaps:
-        original, replacement = _swaps.pop()
-        _swap(replacement, original)
+    with _changing:
+        while _predicates:
+            owner, attribute, original = _predicates.pop()
+            setattr(owner, attribute, original)
+        while _swaps:
+            original, replacement = _swaps.pop()
+            _swap(replacement, original)
 
 
 def installed() -> "list[str]":
