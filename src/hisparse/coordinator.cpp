@@ -200,12 +200,17 @@ struct Coordinator::Impl {
   }
   void need_pages(std::int64_t pages) const {
     if (pages > static_cast<std::int64_t>(free_pages.size()))
-      throw_runtime(fmt::format("HiSparse failed to allocate {} KV slots.", pages * config.page_size));
+      throw_runtime(fmt::format("HiSparse failed to allocate {} KV slots. {} of {} host rows are free.", pages * config.page_size,
+                                static_cast<std::int64_t>(free_pages.size()) * config.page_size,
+                                config.host_rows / config.page_size * config.page_size));
   }
   void need_device_rows() const {
     const auto free = static_cast<std::int64_t>(free_device.size());
-    if (free < columns) throw_runtime(fmt::format("HiSparse failed to allocate {} KV slots.", columns));
-    if (free < per_request) throw_runtime(fmt::format("HiSparse spec failed to allocate {} scratch slots.", config.scratch));
+    const auto refuse = [&](std::string text) {
+      throw_runtime(fmt::format("{} {} of {} device rows are free.", text, free, config.device_rows));
+    };
+    if (free < columns) refuse(fmt::format("HiSparse failed to allocate {} KV slots.", columns));
+    if (free < per_request) refuse(fmt::format("HiSparse spec failed to allocate {} scratch slots.", config.scratch));
   }
   void take_pages(std::int64_t r, std::int64_t positions, Stream stream) {
     Request& q = requests[at(r)];

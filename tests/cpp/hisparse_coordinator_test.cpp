@@ -551,9 +551,11 @@ TEST(HisparseCoordinator, ErrorTexts) {
             }));
   EXPECT_EQ("Coordinator: count: expected positions that layer 20 has staged (up to 0), got 4.", error_of([&] { c.append(0, 4); }));
   c.append(0, 4, Coordinator::Source::kHost);
-  EXPECT_EQ("HiSparse failed to allocate 21 KV slots.", error_of([&] { c.reserve(0, 27); }, ErrorKind::kRuntime));
+  EXPECT_EQ("HiSparse failed to allocate 21 KV slots. 20 of 30 host rows are free.",
+            error_of([&] { c.reserve(0, 27); }, ErrorKind::kRuntime));
   c.admit(1, 0);
-  EXPECT_EQ("HiSparse failed to allocate 16 KV slots.", error_of([&] { c.admit(2, 0); }, ErrorKind::kRuntime));
+  EXPECT_EQ("HiSparse failed to allocate 16 KV slots. 8 of 40 device rows are free.",
+            error_of([&] { c.admit(2, 0); }, ErrorKind::kRuntime));
   EXPECT_EQ("Coordinator: seq_lens: expected at most 4, the end of the window, got 5.", error_of([&] {
               std::vector<i32> tokens(1), out(1), ids{0};
               std::vector<i64> lens{5};
@@ -589,10 +591,12 @@ TEST(HisparseCoordinator, ScratchShortage) {
   c.scratch = 10;
   Fixture f(1, c, 30, 30);
   f.c->admit(0, 0);
-  EXPECT_EQ("HiSparse failed to allocate 16 KV slots.", error_of([&] { f.c->admit(1, 0); }, ErrorKind::kRuntime));
+  EXPECT_EQ("HiSparse failed to allocate 16 KV slots. 4 of 30 device rows are free.",
+            error_of([&] { f.c->admit(1, 0); }, ErrorKind::kRuntime));
   Fixture g(1, c, 43, 30);
   g.c->admit(0, 0);
-  EXPECT_EQ("HiSparse spec failed to allocate 10 scratch slots.", error_of([&] { g.c->admit(1, 0); }, ErrorKind::kRuntime));
+  EXPECT_EQ("HiSparse spec failed to allocate 10 scratch slots. 17 of 43 device rows are free.",
+            error_of([&] { g.c->admit(1, 0); }, ErrorKind::kRuntime));
   EXPECT_EQ(17, g.c->free_device_rows());
 }
 
