@@ -1,6 +1,7 @@
 """One speculative step of a KDA layer: four proposals are verified, the target accepts some, the state advances over exactly those.
 
-    python examples/speculative_step.py [--arrays numpy|torch|cupy]
+    python examples/speculative_step.py [--arrays numpy|torch|cupy]  # where specstate is installed
+    PYTHONPATH=python .venv/bin/python examples/speculative_step.py [--arrays ...]  # in a checkout, after `make build`
 
 The arrays go in without copies, whichever library made them; results are of the kind of the first argument.
 """
@@ -75,7 +76,8 @@ def main():
           f"states are {'equal bit for bit' if equal(state, plain) else 'different'}")
 
     # Would a call be taken? Nothing runs, nothing is read.
-    print(specstate.supports("fold", state=state, rings=rings, slots=step["slots"], accept=normal(1))[1])
+    taken, why = specstate.supports("fold", state=state, rings=rings, slots=step["slots"], accept=normal(1))
+    print(f"would fold take float32 counts? {'yes' if taken else 'no: ' + why}")
 
 
 if __name__ == "__main__":

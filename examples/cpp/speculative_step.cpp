@@ -75,6 +75,7 @@ int main() {
 
   // Would another call be taken? Nothing runs, nothing is read.
   fold.accept.dtype = DType::kFloat32;
-  std::printf("%s\n", refusal([&] { kda::fold(fold); }).c_str());
+  const std::string why = refusal([&] { kda::fold(fold); });
+  std::printf("would fold take float32 counts? %s\n", why.empty() ? "yes" : ("no: " + why).c_str());
   return state == plain ? 0 : 1;
 }
