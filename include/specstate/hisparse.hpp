@@ -120,7 +120,7 @@ struct SwapInSingleParams {
   TensorView req_pool_indices;            ///< [B] int32 or int64
   TensorView seq_lens;                    ///< [B] int32 or int64
   TensorView lru_slots;                   ///< in/out [R, H] int16 (int32 beyond 32767 slots), a permutation, oldest first
-  std::int64_t item_size_bytes = kInfer;  ///< kInfer: the bytes of a row of host_cache
+  std::int64_t item_size_bytes = kInfer;  ///< of flat pools; kInfer: the bytes of a row of host_cache, which all buffers then have
   std::int64_t num_top_k = kInfer;        ///< selected entries a row; kInfer: top_k_tokens' width
   std::int64_t hot_buffer_size = kInfer;  ///< H >= K; kInfer: lru_slots' width
   TensorView num_real_reqs;               ///< [1] int32, optional
@@ -166,7 +166,7 @@ struct ReplayPlanParams {
   TensorView num_real_reqs;  ///< [1] int32, clamped to 0..B; not given: all rows
   const KvBuffers* followers = nullptr;
   std::int64_t num_followers = 0;
-  std::int64_t item_size_bytes = kInfer;  ///< kInfer: the bytes of a row of each host_cache
+  std::int64_t item_size_bytes = kInfer;  ///< the same, for each host_cache
   RowLayout layout = RowLayout::kLinear;
   bool skip_io = false;
   std::int64_t sm_budget = 0;  ///< CUDA: most SMs that the copies may occupy, 0: as many as help

@@ -37,9 +37,13 @@ Strided3<T> strided3(const TensorView& t) {
   return {static_cast<T*>(t.data), t.strides[0], t.strides[1], t.strides[2]};
 }
 
-/// Rows of one pool. A tensor whose entries are rows of `item` bytes may have any pitch; any other dense tensor is read as rows of
-/// `item` bytes back to back.
-RowBuffer rows_of(Checker& check, const char* name, const TensorView& t, std::int64_t item, bool paged) {
+/// May a dense tensor of other entries be read as rows back to back? Flat pools come with the size of a row, or by sglang's names; where
+/// the size is inferred, other entries are a mistake that would move the wrong bytes.
+enum class Flat { kRefused, kTaken };
+Flat flat_of(std::int64_t item_bytes) { return item_bytes == kInfer ? Flat::kRefused : Flat::kTaken; }
+
+/// Rows of one pool. A tensor whose entries are rows of `item` bytes may have any pitch.
+RowBuffer rows_of(Checker& check, const char* name, const TensorView& t, std::int64_t item, bool paged, Flat flat) {
   RowBuffer b;
   b.base = static_cast<std::byte*>(t.data);
   const std::int64_t bytes = t.numel() * size_of(t.dtype);
@@ -55,7 +59,8 @@ RowBuffer rows_of(Checker& check, const char* name, const TensorView& t, std::in
     b.pitch = t.strides[0] * size_of(t.dtype);
     b.rows = t.sizes[0];
   } else {
-    check.require(t.contiguous() && bytes % item == 0, name, fmt::format("rows of {} bytes", item), fmt::format("rows of {} bytes", inner));
+    check.require(flat == Flat::kTaken && t.contiguous() && bytes % item == 0, name, fmt::format("rows of {} bytes", item),
+                  fmt::format("rows of {} bytes", inner));
     b.pitch = item;
     b.rows = bytes / item;
   }
@@ -65,7 +70,7 @@ RowBuffer rows_of(Checker& check, const char* name, const TensorView& t, std::in
 constexpr const char* kBufferNames[4] = {"host_cache", "device_buffer", "host_cache_v", "device_buffer_v"};
 
 /// `item_bytes` kInfer: the bytes of a row of the first host cache.
-CopyArgs copy_args(Checker& check, const KvBuffers& k, RowLayout row_layout, std::int64_t item_bytes, bool skip_io,
+CopyArgs copy_args(Checker& check, const KvBuffers& k, RowLayout row_layout, std::int64_t item_bytes, bool skip_io, Flat flat,
                    const char* const* names = kBufferNames) {
   CopyArgs c;
   c.paged = row_layout == RowLayout::kDsv4Paged;
@@ -105,8 +110,8 @@ CopyArgs copy_args(Checker& check, const KvBuffers& k, RowLayout row_layout, std
     if (c.item_bytes < 1) check.fail("item_size_bytes", ">= 1", std::to_string(item_bytes));
   }
   for (int i = 0; i < c.pairs; ++i) {
-    c.host[i] = rows_of(check, names[2 * i], *host[i], c.item_bytes, c.paged);
-    c.device[i] = rows_of(check, names[2 * i + 1], *device[i], c.item_bytes, c.paged);
+    c.host[i] = rows_of(check, names[2 * i], *host[i], c.item_bytes, c.paged, flat);
+    c.device[i] = rows_of(check, names[2 * i + 1], *device[i], c.item_bytes, c.paged, flat);
   }
   return c;
 }
@@ -152,7 +157,7 @@ LayerNames::LayerNames(const std::string& before, const std::string& after) {
 
 CopyArgs check_buffers(Checker& check, const LayerNames& names, const KvBuffers& buffers, RowLayout row_layout) {
   check.arg(names[1], buffers.device_buffer).required().same_device();
-  const CopyArgs args = copy_args(check, buffers, row_layout, kInfer, false, names);
+  const CopyArgs args = copy_args(check, buffers, row_layout, kInfer, false, Flat::kRefused, names);
   check.arg(names[0], buffers.host_cache).written();
   check.arg(names[2], buffers.host_cache_v).written();
   return args;
@@ -212,7 +217,7 @@ SwapInArgs check(const SwapInParams& p) {
   a.plan = plan_args(check, p.plan);
   for (const auto& [name, t] : {std::pair{"unique_misses", &p.unique_misses}, std::pair{"unique_hits", &p.unique_hits}})
     check.arg(name, *t).dtype(DType::kInt32).shape({Dim::at_least(B, "B")}).same_device().written();
-  a.copy = copy_args(check, p.buffers, p.layout, kInfer, p.skip_io);
+  a.copy = copy_args(check, p.buffers, p.layout, kInfer, p.skip_io, Flat::kRefused);
   check.outputs_apart();
 
   a.tokens = strided3<const std::int32_t>(p.top_k_tokens);
@@ -344,7 +349,7 @@ SpecSwapArgs check(const SpecSwapParams& p) {
   a.num_real = check_num_real(check, p.num_real_reqs);
   a.sm_budget = check_sm_budget(check, p.sm_budget);
   a.plan = plan_args(check, p.plan);
-  a.copy = copy_args(check, p.buffers, RowLayout::kLinear, kInfer, false);
+  a.copy = copy_args(check, p.buffers, RowLayout::kLinear, kInfer, false, Flat::kTaken);
   check.outputs_apart();
   a.tokens = strided3<const std::int32_t>(p.top_k_tokens);
   a.out = strided3<std::int32_t>(p.top_k_device_locs);
@@ -415,7 +420,7 @@ SwapInSingleArgs check(const SwapInSingleParams& p) {
   a.num_real = check_num_real(check, p.num_real_reqs);
   a.sm_budget = check_sm_budget(check, p.sm_budget);
   a.plan = plan_args(check, p.plan);
-  a.copy = copy_args(check, p.buffers, p.layout, p.item_size_bytes, p.skip_io);
+  a.copy = copy_args(check, p.buffers, p.layout, p.item_size_bytes, p.skip_io, flat_of(p.item_size_bytes));
   check.outputs_apart();
   a.selection = strided2<const std::int32_t>(p.top_k_tokens);
   a.out = strided2<std::int32_t>(p.top_k_device_locs);
@@ -461,7 +466,7 @@ ReplayPlanArgs check(const ReplayPlanParams& p, std::vector<CopyArgs>& followers
   for (std::int64_t i = 0; i < p.num_followers; ++i) {
     const LayerNames names("", p.num_followers == 1 ? "" : fmt::format("[{}]", i));
     Checker follower = check;  // the plan, and this layer: layers may share buffers
-    followers.push_back(copy_args(follower, p.followers[i], p.layout, p.item_size_bytes, p.skip_io, names));
+    followers.push_back(copy_args(follower, p.followers[i], p.layout, p.item_size_bytes, p.skip_io, flat_of(p.item_size_bytes), names));
     follower.outputs_apart();
   }
   return a;
@@ -489,7 +494,8 @@ TransferArgs check(const TransferPagedParams& p, std::vector<TransferLayer>& lay
         check.require(core::pinned(*t), name, "pinned host memory", "pageable host memory");
     }
     check.arg(dst.c_str(), p.dst[i]).written();
-    const RowBuffer a = rows_of(check, src.c_str(), p.src[i], 0, true), b = rows_of(check, dst.c_str(), p.dst[i], 0, true);
+    const RowBuffer a = rows_of(check, src.c_str(), p.src[i], 0, true, Flat::kRefused),
+                    b = rows_of(check, dst.c_str(), p.dst[i], 0, true, Flat::kRefused);
     layers.push_back({a.base, b.base, a.rows, b.rows});
   }
   check.outputs_apart();

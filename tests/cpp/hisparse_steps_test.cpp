@@ -153,6 +153,11 @@ TEST(HisparseSteps, Refusals) {
   EXPECT_EQ(text([&] { accept_window(p); }), "accept_window: accepted: expected 0..1, got 2 at [0].");
   accepted[0] = 1, t.reserved[0] = -1;
   EXPECT_NE(text([&] { accept_window(p); }).find("accept_window: reserved_rows: expected host rows in 0.."), std::string::npos);
+  t.reserved[0] = 0;
+  std::vector<std::uint8_t> host(16 * 8), device(12 * 16);
+  KvBuffers layer{TensorView(host.data(), DType::kUInt8, {16, 8}), TensorView(device.data(), DType::kUInt8, {12, 16}), {}, {}};
+  group.layers = &layer, group.num_layers = 1;
+  EXPECT_EQ(text([&] { accept_window(p); }), "accept_window: layers[0].device_buffer: expected rows of 8 bytes, got rows of 16 bytes.");
   EXPECT_EQ(t.tokens, before);
   std::vector<std::uint8_t> pool(64);
   const TensorView a(pool.data(), DType::kUInt8, {4, 8}), b(pool.data() + 32, DType::kUInt8, {2, 16});

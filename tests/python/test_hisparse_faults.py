@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from test_hisparse import checked_single, run_single, run_spec
 
+import specstate
 import specstate.hisparse as hisparse
 
 
@@ -147,6 +148,86 @@ def test_pad_01_no_output_keeps_an_old_value():
     assert not (c.top_k_device_locs == 123456).any() and (c.top_k_device_locs[2:] == 0).all()
 
 
+# ------------------------------------------------------------------------------------------------ rows of other bytes
+
+# Beside rows of 8 float32: another width, another dtype, one flat pool.
+OTHER_ROWS = {
+    "wider": (lambda x: np.ones((len(x), 16), np.float32), 64),
+    "narrower": (lambda x: np.ones((len(x), 4), np.float32), 16),
+    "half": (lambda x: x.astype(np.float16), 16),
+    "double": (lambda x: x.astype(np.float64), 64),
+    "flat": (lambda x: x.reshape(-1), 4),
+}
+PAIR = ("host_cache", "device_buffer", "host_cache_v", "device_buffer_v")
+
+
+def mismatches():
+    """(buffers, argument, bytes of a row, bytes of its rows): each buffer beside three right ones. The first says how long a row is."""
+    for kind, (other, got) in OTHER_ROWS.items():
+        for broken in PAIR:
+            for second in (False, True):
+                if broken.endswith("_v") and not second:
+                    continue
+                buffers = {name: np.full((64, 8), i, np.float32) for i, name in enumerate(PAIR[: 4 if second else 2])}
+                buffers[broken] = other(buffers[broken])
+                first = broken == "host_cache"
+                yield pytest.param(buffers, "device_buffer" if first else broken, got if first else 32, 32 if first else got,
+                                   id=f"{kind}-{broken}-{len(buffers)}")  # fmt: skip
+
+
+def refused_untouched(call, arguments, text, asked=None):
+    held = [x for value in arguments.values() for x in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(x, np.ndarray)]
+    before = [x.copy() for x in held]
+    with pytest.raises(ValueError) as refusal:
+        call(**arguments)
+    assert str(refusal.value) == text
+    if asked:
+        assert specstate.supports(asked, **arguments) == (False, text)
+    for was, x in zip(before, held):
+        np.testing.assert_array_equal(was, x)
+
+
+@pytest.mark.parametrize("buffers, name, want, got", list(mismatches()))
+def test_rows_of_other_bytes_are_refused(buffers, name, want, got):
+    text = f"{name}: expected rows of {want} bytes, got rows of {got} bytes."
+    locs = np.arange(20, dtype=np.int32)[None]
+    tables = dict(req_pool_indices=np.array([0]), host_cache_locs=np.arange(40)[None], out=np.full((1, 1, 4), -7, np.int32))
+    swap = dict(tables, top_k_tokens=np.array([[[3, 5, 7, 9]]], np.int32), seq_lens=np.array([[40]]), state=hisparse.new_swap_state(locs, 16, 40))
+    for skip_io in (False, True):
+        refused_untouched(hisparse.swap_in, dict(swap, **buffers, skip_io=skip_io), "swap_in: " + text, "swap_in")
+    single = dict(
+        tables, top_k_tokens=swap["top_k_tokens"][0], seq_lens=np.array([40]), out=tables["out"][0], device_buffer_tokens=np.full((1, 20), -1, np.int32),
+        device_buffer_locs=locs, lru_slots=np.arange(16, dtype=np.int16)[None],
+    )  # fmt: skip
+    refused_untouched(hisparse.swap_in_single, dict(single, **buffers), "swap_in_single: " + text, "swap_in_single")
+    plan = dict(miss_src=np.array([[3, 5]]), miss_dst=np.array([[0, 1]], np.int32), miss_count=np.array([2], np.int32))
+    refused_untouched(hisparse.replay_plan, dict(plan, **buffers), "replay_plan: " + text, "replay_plan")
+    right = {n: np.full((64, 8), 9, np.float32) for n in buffers}
+    layers = {n: [right[n], x] for n, x in buffers.items()}
+    refused_untouched(hisparse.replay_plan, dict(plan, **layers), "replay_plan: " + text.replace(name, f"{name}[1]", 1), "replay_plan")
+    life = dict(layers, requests=1, hot=8, window=4, context=40)
+    refused_untouched(hisparse.Coordinator, life, f"Coordinator: layers[1].{text}")
+
+
+def test_rows_of_the_same_bytes_are_taken_whatever_their_type():
+    plan = (np.array([[3, 5]]), np.array([[0, 1]], np.int32), np.array([2], np.int32))
+    host, device = np.arange(512, dtype=np.float32).reshape(64, 8), np.zeros((64, 2, 16), np.uint8)
+    hisparse.replay_plan(*plan, host, device)
+    np.testing.assert_array_equal(device[:2].reshape(2, 32).view(np.float32), host[[3, 5]])
+    flat, ids = np.arange(64, dtype=np.int32), np.zeros(64, np.float32)  # rows of one element
+    hisparse.replay_plan(*plan, flat, ids)
+    np.testing.assert_array_equal(ids[:2].view(np.int32), [3, 5])
+
+
+def test_sglangs_names_take_flat_pools():
+    host, device = np.arange(512, dtype=np.float32), np.zeros((64, 8), np.float32)
+    hisparse.copy_cache_planned_mla(
+        miss_src=np.array([[3, 5]]), miss_dst=np.array([[0, 1]], np.int32), miss_count=np.array([2], np.int32), num_real_reqs=None,
+        host_cache=host, device_buffer=device, item_size_bytes=32,
+    )  # fmt: skip
+    np.testing.assert_array_equal(device[:2], host.reshape(64, 8)[[3, 5]])
+
+
 # --------------------------------------------------------------------------------------------------------- lifecycle
 
 
@@ -154,7 +235,7 @@ def test_lif_01_retract_and_resume():
     c, hosts, devices = coordinator(device_rows=16 + 2, hot=8, requests=2)
     rows = prefill(c, 0, 20)
     assert not c.can_admit(1)
-    with pytest.raises(RuntimeError, match="HiSparse failed to allocate 16 KV slots."):
+    with pytest.raises(RuntimeError, match=r"HiSparse failed to allocate 16 KV slots\. 2 of 18 device rows are free\.$"):
         c.admit(1, 1)
     free = c.free_host_rows
     c.retract(0)
