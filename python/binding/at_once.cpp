@@ -17,11 +17,13 @@ extern "C" {  // as in common.hpp
 long PyTuple_Size(void* tuple);
 void* PyTuple_GetItem(void* tuple, long i);
 void* PyObject_Type(void* x);
+long PyObject_Size(void* x);
 void Py_DecRef(void* x);
 long long PyLong_AsLongLongAndOverflow(void* x, int* overflow);
 double PyFloat_AsDouble(void* x);
 const char* PyUnicode_AsUTF8AndSize(void* x, long* size);
 void* PyCapsule_GetPointer(void* capsule, const char* name);
+void* PyObject_CallFunctionObjArgs(void* f, ...);
 void PyErr_Clear();
 extern char PyLong_Type, PyFloat_Type, PyBool_Type, PyUnicode_Type, _Py_NoneStruct, _Py_TrueStruct;
 }
@@ -30,15 +32,20 @@ namespace specstate::binding {
 
 namespace {
 
-/// The tensor types that may cross so. Python keeps them and their tables alive.
+/// A tensor type that may cross so. Python keeps it, its table and its method alive.
+struct Type {
+  const void* type;
+  const DLPackExchangeAPI* api;
+  void* signs;  // torch's function that says which of its bits (conjugate, negative) a tensor has, in a dict; null for other frameworks
+};
 struct Known {
-  std::array<std::pair<const void*, const DLPackExchangeAPI*>, 16> types;
+  std::array<Type, 16> types;
   std::atomic<std::size_t> count = 0;
   std::mutex adding;
 
-  const DLPackExchangeAPI* find(const void* type) const {
+  const Type* find(const void* type) const {
     for (std::size_t i = 0, n = count.load(std::memory_order_acquire); i < n; ++i)
-      if (types[i].first == type) return types[i].second;
+      if (types[i].type == type) return &types[i];
     return nullptr;
   }
 };
@@ -83,7 +90,7 @@ class Arguments {
     if (x == &_Py_NoneStruct) return true;
     void* const type = PyObject_Type(x);
     Py_DecRef(type);  // x holds it
-    if (type == last_type_) return read(x, *last_api_, value);
+    if (last_ != nullptr && type == last_->type) return read(x, *last_, value);
     if (type == &PyLong_Type) {
       int overflow = 0;
       value.type_index = kTVMFFIInt;
@@ -106,13 +113,12 @@ class Arguments {
       if (value.v_c_str == nullptr) PyErr_Clear();
       return value.v_c_str != nullptr;
     }
-    const DLPackExchangeAPI* const api = known.find(type);
-    if (api == nullptr) return false;
-    last_type_ = type, last_api_ = api;
-    return read(x, *api, value);
+    last_ = known.find(type);
+    return last_ != nullptr && read(x, *last_, value);
   }
 
-  bool read(void* x, const DLPackExchangeAPI& api, TVMFFIAny& value) {
+  bool read(void* x, const Type& type, TVMFFIAny& value) {
+    const DLPackExchangeAPI& api = *type.api;
     Tensor& tensor = tensors_[num_tensors_++];
     DLTensor& t = tensor.t;
     if (api.dltensor_from_py_object_no_sync(x, &t) != 0) {
@@ -123,24 +129,40 @@ class Arguments {
     const auto bytes = static_cast<std::size_t>(t.ndim) * sizeof(std::int64_t);
     if (bytes > 0) t.shape = static_cast<std::int64_t*>(std::memcpy(tensor.sizes, t.shape, bytes));
     if (bytes > 0 && t.strides != nullptr) t.strides = static_cast<std::int64_t*>(std::memcpy(tensor.strides, t.strides, bytes));
+    if (negative(x, t, type)) return false;
     if (gpu_ == nullptr && t.device.device_type == kDLCUDA) gpu_ = &t, gpu_api_ = &api;
     value.type_index = kTVMFFIDLTensorPtr;
     value.v_ptr = &t;
     return true;
   }
 
+  /// May the memory hold the numbers with the other sign? torch gives its negative bit to the imaginary part of a conjugate, a view of which has even
+  /// strides. Those are asked: `is_neg` would give the GIL back, which a daemon thread does not survive where the interpreter ends.
+  static bool negative(void* x, const DLTensor& t, const Type& type) {
+    if (type.signs == nullptr || t.dtype.code != kDLFloat || t.dtype.bits < 16) return false;
+    for (int i = 0; i < t.ndim; ++i)
+      if (t.shape[i] == 0 || (t.shape[i] > 1 && t.strides != nullptr && t.strides[i] % 2 != 0)) return false;
+    void* const bits = PyObject_CallFunctionObjArgs(type.signs, x, static_cast<void*>(nullptr));
+    const bool none = bits != nullptr && PyObject_Size(bits) == 0;
+    if (bits == nullptr)
+      PyErr_Clear();
+    else
+      Py_DecRef(bits);
+    return !none;
+  }
+
   std::array<TVMFFIAny, kMost> values_;
   std::array<Tensor, kMost> tensors_;
   std::int32_t count_ = 0, num_tensors_ = 0;
-  const void* last_type_ = nullptr;
-  const DLPackExchangeAPI* last_api_ = nullptr;
+  const Type* last_ = nullptr;  // what the tensor before was
   // The first tensor on a GPU, and its framework: whose current stream is the call's.
   const DLTensor* gpu_ = nullptr;
   const DLPackExchangeAPI* gpu_api_ = nullptr;
 };
 
 /// Tensors of this type (its address) cross at once from now on, if its table (the address of a capsule) can show one without an owner.
-bool add_type(std::int64_t type, std::int64_t capsule) {
+/// signs: the address of what tells a tensor's bits, or 0.
+bool add_type(std::int64_t type, std::int64_t capsule, std::int64_t signs) {
   const auto* api = static_cast<const DLPackExchangeAPI*>(PyCapsule_GetPointer(reinterpret_cast<void*>(capsule), "dlpack_exchange_api"));
   if (api == nullptr) PyErr_Clear();
   if (api == nullptr || api->header.version.major != DLPACK_MAJOR_VERSION || api->dltensor_from_py_object_no_sync == nullptr) return false;
@@ -149,7 +171,7 @@ bool add_type(std::int64_t type, std::int64_t capsule) {
   const std::size_t n = known.count;
   if (known.find(address) != nullptr) return true;
   if (n == known.types.size()) return false;
-  known.types[n] = {address, api};
+  known.types[n] = {address, api, reinterpret_cast<void*>(signs)};
   known.count.store(n + 1, std::memory_order_release);
   return true;
 }
@@ -173,7 +195,7 @@ extern "C" TVM_FFI_DLL_EXPORT int __tvm_ffi_at_once(void*, const TVMFFIAny* args
     TVMFFIAny nothing{};
     if (f->safe_call(args[0].v_obj, arguments.values(), arguments.count(), &nothing) != 0) {
       ffi::Error error = ffi::detail::MoveFromSafeCallRaised();
-      if (error.kind() != "TypeError") throw error;
+      if (error.kind() != "TypeError" && error.kind() != "SpecstateArgument") throw error;
       called = false;  // an argument that the export cannot take: seen before it runs
     }
   }

@@ -88,6 +88,8 @@ void view(const char* name, const DLTensor* t, TensorView& v) {
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(reinterpret, reinterpret);
+/// look(name, tensor): the refusal of a tensor that no export can take, under this name.
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(look, [](const ffi::String& name, In t) { guard([&] { view(name.c_str(), t); }); });
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(cuda_built, [] { return cuda_built(); });
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(version, version);
 

@@ -27,7 +27,7 @@ namespace ffi = tvm::ffi;
 using In = DLTensor*;  // a pointer is what crosses: arguments of some twenty tensors are moved about several times on their way
 using Opt = ffi::Optional<DLTensor*>;
 
-/// An array that cannot become a TensorView: `view` knows the argument, Python puts the function's name before the text.
+/// An array that cannot become a TensorView. Python finds out which one it was, and what its caller calls it.
 class ArgumentError : public Error {
  public:
   explicit ArgumentError(const std::string& text) : Error(ErrorKind::kValue, text) {}

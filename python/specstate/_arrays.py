@@ -7,12 +7,13 @@ that may be none; `empty_like` makes a result of the kind of an argument, alloca
 import sys
 
 from ._arguments import refusal
-from ._library import function, not_handed_over
+from ._library import function, look, not_handed_over
 
 # NumPy cannot export these by DLPack: they cross as integers of the same size under their own name.
 _ML_DTYPES = {"bfloat16": ("uint16", "bfloat16"), "float8_e4m3fn": ("uint8", "float8_e4m3fn")}
 
 _as_they_are = {type(None)}  # types that the binding takes without a word
+_torch = set()  # torch's, which came before
 _plain = set()  # NumPy dtypes that DLPack knows
 _ndarray = None  # NumPy's class, once one came
 _kept = []  # what the binding has the addresses of
@@ -42,6 +43,8 @@ def _from_numpy(name, np, x):
     dtype = x.dtype
     if isinstance(x, np.ma.MaskedArray):
         raise refusal(ValueError, f"{name}: expected an array without a mask, got {type(x).__name__}.")
+    if x.ndim > 8:
+        raise refusal(ValueError, f"{name}: expected at most 8 dimensions, got {x.ndim}.")
     _whole_strides(name, x)
     if dtype.byteorder == ">":
         raise refusal(ValueError, f"{name}: expected native byte order, got {dtype.str}.")
@@ -50,8 +53,8 @@ def _from_numpy(name, np, x):
 
         raw, known = _ML_DTYPES[dtype.name]
         return function("reinterpret")(tvm_ffi.from_dlpack(_writable(np, x.view(raw))), tvm_ffi.dtype(known))
-    if dtype.kind not in "biufc" or dtype.char in "gG":  # long doubles have no DLPack type
-        raise refusal(ValueError, f"{name}: expected a dtype of numbers, got {dtype}.")
+    if dtype.kind not in "biuf" or dtype.char == "g":  # long doubles have no DLPack type
+        raise refusal(ValueError, f"{name}: expected a dtype of real numbers, got {dtype}.")
     _plain.add(dtype)
     return _writable(np, x)
 
@@ -66,13 +69,27 @@ def _writable(np, x):
     return x if x.flags.writeable else np.asarray(_Alias(x))
 
 
-def _known(kind):
-    """A type of arrays that the binding takes without a word from now on; at once (`_library.at_once`) where its framework can show one that way."""
+def _known(kind, signs=None):
+    """A type of arrays that crosses at once from now on (`_library.at_once`), where its framework can show one that way."""
     table = getattr(kind, "__dlpack_c_exchange_api__", None)
     if table is not None:
-        _kept.append((kind, table))
-        function("add_type")(id(kind), id(table))
-    _as_they_are.add(kind)
+        _kept.append((kind, table, signs))
+        function("add_type")(id(kind), id(table), 0 if signs is None else id(signs))
+
+
+def _signs(torch):
+    """What says a tensor's bits, as a dict. Not `is_neg`, where there is a choice: it asks a derived class, and gives the GIL back."""
+    return getattr(torch._C, "_get_tensor_metadata", None) or (lambda x: {"neg": True} if x.is_neg() else {})
+
+
+def _from_torch(torch, name, x):
+    try:
+        negative = "neg" in _signs(torch)(x)
+    except RuntimeError:  # of a tensor without memory, which the call refuses
+        negative = False
+    if negative:
+        raise refusal(ValueError, f"{name}: expected a tensor whose memory holds its numbers, got one with torch's negative bit (hand over its resolve_neg()).")
+    return x
 
 
 def array_in(name, x):
@@ -81,13 +98,19 @@ def array_in(name, x):
     kind = type(x)
     if kind in _as_they_are or (kind is _ndarray and x.dtype in _plain and x.flags.carray):
         return x
-    np = sys.modules.get("numpy")
+    np, torch = sys.modules.get("numpy"), sys.modules.get("torch")  # half imported by another thread they have no classes yet
     if np is not None and isinstance(x, getattr(np, "ndarray", ())):
         _ndarray = np.ndarray
         return _from_numpy(name, np, x)
+    if torch is not None and isinstance(x, getattr(torch, "Tensor", ())):
+        if kind not in _torch and _kind(x) == "torch":  # not every class that a program derives, and drops again
+            _known(kind, _signs(torch))
+            _torch.add(kind)
+        return _from_torch(torch, name, x)
     if (hasattr(x, "__dlpack__") or hasattr(x, "__tvm_ffi_object__")) and not isinstance(x, type):
-        if _kind(x) in ("torch", "cupy", "tvm_ffi"):
+        if _kind(x) in ("cupy", "tvm_ffi"):
             _known(kind)
+            _as_they_are.add(kind)
         return x
     raise refusal(TypeError, f"{name}: expected an array that supports DLPack, got {type(x).__name__}.")
 
@@ -109,14 +132,14 @@ def tensor(name, x):
     """A list crosses the binding as tensors, so its entries (of `array_in`, `array_out`) are wrapped here."""
     import tvm_ffi
 
-    if isinstance(x, tvm_ffi.Tensor):
-        return x
     try:
-        return tvm_ffi.from_dlpack(x)
+        t = x if isinstance(x, tvm_ffi.Tensor) else tvm_ffi.from_dlpack(x)
     except (MemoryError, RecursionError):  # not a question of the array
         raise
     except Exception as error:
         raise refusal(ValueError, f"{name}: expected {not_handed_over(x, error)}") from error
+    look(name, t)
+    return t
 
 
 def is_cuda(x):
@@ -131,6 +154,8 @@ def shape_of(name, x, ndim=None):
         shape, _ = tuple(x.shape), x.dtype
     except (AttributeError, TypeError):
         raise refusal(TypeError, f"{name}: expected an array that supports DLPack, got {type(x).__name__}.") from None
+    except Exception as error:  # tvm-ffi's, of complex numbers
+        raise refusal(ValueError, f"{name}: expected {not_handed_over(x, error)}") from error
     if ndim is not None and len(shape) != ndim:
         raise refusal(ValueError, f"{name}: expected {ndim} dimensions, got shape {shape}.")
     return shape

@@ -12,10 +12,7 @@ _NAME = "libspecstate_ffi.so"
 
 
 class _ArgumentError(ValueError):
-    """An array that the binding cannot take: it knows the argument; the function's name is ours to add."""
-
-    def __new__(cls, text):
-        return refusal(ValueError, text)
+    """An array that the binding cannot take, under the binding's name for it."""
 
 
 def _folder():
@@ -103,10 +100,17 @@ def _naming(f):
             wrong = _wrong(arguments)
             if wrong is None:
                 raise
-            x, why = wrong
-            raise refusal(ValueError, f"{_name_of(x)}: expected {not_handed_over(x, why)}") from error
+            raise refusal(ValueError, wrong) from error
 
     return call
+
+
+def look(name, t):
+    """Refuses a tensor that no export can take, under this name."""
+    try:
+        export("look")(name, t)
+    except _ArgumentError as error:
+        raise refusal(ValueError, str(error)) from None
 
 
 def not_handed_over(x, error):
@@ -115,15 +119,17 @@ def not_handed_over(x, error):
 
 
 def _wrong(arguments):
-    """(x, error) of the first argument that its framework cannot hand over, or None."""
+    """What is wrong with the first argument that cannot become a tensor of the library, or None."""
     import tvm_ffi
 
     for x in (part for given in arguments for part in (given if isinstance(given, (tuple, list)) else (given,))):
-        if hasattr(x, "__dlpack__") and not isinstance(x, tvm_ffi.Tensor):
+        if hasattr(x, "__dlpack__"):
             try:
-                tvm_ffi.from_dlpack(x)
+                export("look")(_name_of(x), x if isinstance(x, tvm_ffi.Tensor) else tvm_ffi.from_dlpack(x))
+            except _ArgumentError as error:
+                return str(error)
             except Exception as error:
-                return x, error
+                return f"{_name_of(x)}: expected {not_handed_over(x, error)}"
     return None
 
 

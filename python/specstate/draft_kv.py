@@ -43,6 +43,7 @@ class KvProjection:
     def __init__(self, kv_weight, kv_bias=None):
         self._packed = self._weight = self._bias = None
         if is_cuda(kv_weight):  # the kernels read weights as they are: a dense copy
+            array_in("kv_weight", kv_weight), array_in("kv_bias", kv_bias)
             if not _checking:
                 self._weight, self._bias = _dense_copy(kv_weight), None if kv_bias is None else _dense_copy(kv_bias)
         else:
@@ -242,6 +243,17 @@ _LAYER = tuple(
 )
 
 
+_WEIGHT = "qkv_proj.weight"
+
+
+def _rotation(rotary_emb, head_dim, at=""):
+    """(rotary_dim, is_neox_style) of a rotary object."""
+    return (
+        integer(f"{at}rotary_emb.rotary_dim", getattr(rotary_emb, "rotary_dim", head_dim)),
+        flag(f"{at}rotary_emb.is_neox_style", getattr(rotary_emb, "is_neox_style", True)),
+    )
+
+
 def _has(x, path):
     try:
         for name in path.split("."):
@@ -280,8 +292,7 @@ class FusedKVMaterializeHelper:
         self.device = device
         self.kv_size = num_kv_heads * head_dim
         self.layer_out_dim = 2 * self.kv_size
-        self.rotary_dim = int(getattr(rotary_emb, "rotary_dim", head_dim))
-        self.is_neox_style = bool(getattr(rotary_emb, "is_neox_style", True))
+        self.rotary_dim, self.is_neox_style = _rotation(rotary_emb, head_dim)
         if not self.is_neox_style:
             raise NotImplementedError("Only neox-style RoPE is supported.")
         if self.rotary_dim <= 0 or self.rotary_dim > head_dim or self.rotary_dim % 2 != 0:
@@ -299,13 +310,12 @@ class FusedKVMaterializeHelper:
 
     def _check_layer(self, i, attn):
         for name in ("num_kv_heads", "head_dim"):
-            expected, got = getattr(self, name), int(getattr(attn, name))
+            expected, got = getattr(self, name), integer(f"layers[{i}].self_attn.{name}", getattr(attn, name))
             if got != expected:
                 raise ValueError(
                     f"{name} mismatch across layers for fused KV path: expected {expected}, got {got} at layer {i}."
                 )
-        rotary_dim = int(getattr(attn.rotary_emb, "rotary_dim", self.head_dim))
-        is_neox = bool(getattr(attn.rotary_emb, "is_neox_style", True))
+        rotary_dim, is_neox = _rotation(attn.rotary_emb, self.head_dim, f"layers[{i}].self_attn.")
         if (rotary_dim, is_neox) != (self.rotary_dim, self.is_neox_style):
             raise ValueError(
                 "RoPE config mismatch across layers for fused KV path: "
@@ -320,24 +330,33 @@ class FusedKVMaterializeHelper:
         shared, own = (getattr(r, "cos_sin_cache", None) for r in (self.rotary_emb, attn.rotary_emb))
         # A table on a GPU is compared once: later checks may be made while a graph is captured, and wait for nothing.
         compared = not _checking and (self._packed_from is None or not is_cuda(own))
-        if shared is not None and own is not None and own is not shared and own.dtype == shared.dtype and compared:
-            rows = min(shared.shape[0], own.shape[0])
-            if shared.shape[1] != own.shape[1] or bool((shared[:rows] != own[:rows]).any()):
+        if shared is not None and own is not None and own is not shared and compared:
+            ours, theirs = shape_of("rotary_emb.cos_sin_cache", shared, 2), shape_of(f"layers[{i}].self_attn.rotary_emb.cos_sin_cache", own, 2)
+            rows = min(ours[0], theirs[0])
+            if ours[1] != theirs[1] or (own.dtype == shared.dtype and bool((shared[:rows] != own[:rows]).any())):
                 refuse("rotary_emb", "one rotary table for all layers", "another table")
-        weight = attn.qkv_proj.weight
-        rows = attn.q_size + 2 * self.kv_size
-        if attn.kv_size != self.kv_size:
-            refuse("kv_size", f"num_kv_heads * head_dim = {self.kv_size}", attn.kv_size)
-        if len(weight.shape) != 2 or weight.shape[0] < rows:
-            refuse("qkv_proj.weight", f"shape [>= q_size + 2 * kv_size = {rows}, hidden]", tuple(weight.shape))
-        if tuple(attn.k_norm.weight.shape) != (self.head_dim,):
-            refuse("k_norm.weight", f"shape ({self.head_dim},)", tuple(attn.k_norm.weight.shape))
-        if _dtype_name(attn.k_norm.weight) not in ("float32", "bfloat16", "float16"):
-            refuse("k_norm.weight", "dtype float32, bfloat16 or float16", _dtype_name(attn.k_norm.weight))
-        hidden = self._layers[0].self_attn.qkv_proj.weight.shape[1]
-        if weight.shape[1] != hidden:
-            refuse("qkv_proj.weight", f"{hidden} columns, as at layer 0", tuple(weight.shape))
-        eps = number("variance_epsilon", attn.k_norm.variance_epsilon)
+        q_size, kv_size = (integer(f"layers[{i}].self_attn.{name}", getattr(attn, name)) for name in ("q_size", "kv_size"))
+        if q_size < 0:
+            refuse("q_size", "at least 0", q_size)
+        if kv_size != self.kv_size:
+            refuse("kv_size", f"num_kv_heads * head_dim = {self.kv_size}", kv_size)
+        weight, bias, norm = attn.qkv_proj.weight, getattr(attn.qkv_proj, "bias", None), attn.k_norm.weight
+        rows, hidden = q_size + 2 * self.kv_size, shape_of(f"layers[0].self_attn.{_WEIGHT}", self._layers[0].self_attn.qkv_proj.weight)[-1:]
+        for name, x, expected, fits in (
+            (_WEIGHT, weight, f"shape [>= q_size + 2 * kv_size = {rows}, hidden]", lambda shape: len(shape) == 2 and shape[0] >= rows),
+            (_WEIGHT, weight, f"{hidden[0] if hidden else 0} columns, as at layer 0", lambda shape: shape[-1:] == hidden),
+            ("qkv_proj.bias", bias, f"shape [>= q_size + 2 * kv_size = {rows}]", lambda shape: len(shape) == 1 and shape[0] >= rows),
+            ("k_norm.weight", norm, f"shape ({self.head_dim},)", lambda shape: shape == (self.head_dim,)),
+        ):
+            if x is None and name == "qkv_proj.bias":
+                continue
+            array_in(f"layers[{i}].self_attn.{name}", x)
+            shape = shape_of(f"layers[{i}].self_attn.{name}", x)
+            if not fits(shape):
+                refuse(name, expected, shape)
+            if _dtype_name(x) not in ("float32", "bfloat16", "float16"):
+                refuse(name, "dtype float32, bfloat16 or float16", _dtype_name(x))
+        eps = number(f"layers[{i}].self_attn.k_norm.variance_epsilon", attn.k_norm.variance_epsilon)
         if not 0 <= eps < 3.4e38:  # a float32
             refuse("k_norm.variance_epsilon", "a finite number >= 0", eps)
 
@@ -406,6 +425,8 @@ class FusedKVMaterializeHelper:
         """The rotary table, grown if the rotary object can: to the hint where there is one, else to position `last`."""
         reserve = last if self.max_position_hint is None else self.max_position_hint
         table = getattr(self.rotary_emb, "cos_sin_cache", None)
+        if table is not None:
+            shape_of("rotary_emb.cos_sin_cache", table, 2)
         grow = getattr(self.rotary_emb, "_ensure_cos_sin_cache_length", None)
         if callable(grow) and (table is None or reserve >= table.shape[0]):
             if _checking:

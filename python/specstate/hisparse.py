@@ -133,8 +133,8 @@ def _state(state):
 def reset_swap_state(state, requests=None, *, stream=None):
     """Makes request slots empty (all of them if `requests` [n] is None); for a new occupant of a slot. The state's members and
     `requests` share no memory."""
-    state = _state(state)
-    function("hisparse_reset_swap_state")(*state, array_in("requests", requests), stream_handle(stream, state[0]))
+    arrays = _state(state)
+    function("hisparse_reset_swap_state")(*arrays, array_in("requests", requests), stream_handle(stream, arrays[0]))
 
 
 def swap_in(
@@ -479,7 +479,7 @@ def load_blocks_to_device_buffer_mha(
             f"K/V token strides must equal item_size_bytes: k_stride={k_stride}, v_stride={v_stride}, item_size_bytes={item_size_bytes}"
         )
     _single(
-        **arguments, top_k_tokens=array_in("top_k_blocks", top_k_blocks), host_cache=host_cache_k,
+        **arguments, top_k_tokens=array_in("top_k_blocks", top_k_blocks), host_cache=array_in("host_cache_k", host_cache_k),
         device_buffer=array_out("device_buffer_k", device_buffer_k), num_top_k=blocks,
     )  # fmt: skip
 
@@ -601,6 +601,7 @@ class Coordinator:
                      device_rows=device_rows, host_rows=host_rows, sm_budget=sm_budget, first_layer=first_layer)  # fmt: skip
         sizes = {name: integer(name, x) for name, x in sizes.items()}
         self._like = device_buffer[0] if isinstance(device_buffer, (list, tuple)) and device_buffer else device_buffer
+        self._window = sizes["window"]
         self._shape = (sizes["requests"], sizes["hot"] + (sizes["tail"] or 2 * sizes["window"]))
         anchors = [sizes["first_layer"] + i if a is None else a for i, a in enumerate(_sequence("anchor_of", [] if anchor_of is None else anchor_of))]
         rest = list(sizes.values()), _paged(layout), integers("anchor_of", anchors)
@@ -656,7 +657,8 @@ class Coordinator:
         """Opens a window of widths[i] positions at the end of each request. Returns their device rows [B, max width] int32, -1 beyond a width."""
         requests, widths = integers("requests", requests), integers("widths", widths)
         if out is None:
-            out = empty_like(self._like, (len(requests), max(widths, default=0)), "int32")
+            width = max(widths, default=0)
+            out = empty_like(self._like, (len(requests), width if 0 <= width <= self._window else 0), "int32")  # others are refused
         self._call("prepare_verify", requests, widths, array_out("out", out), self._stream(stream))
         return out
 

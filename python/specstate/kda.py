@@ -230,7 +230,12 @@ def _each(name, x, ndim):
     """A sequence of arrays of `ndim` dimensions, from one, from several, or from an array of them."""
     if isinstance(x, (tuple, list)) and all(hasattr(item, "shape") for item in x):
         return list(x)
-    return [x] if len(shape_of(name, x)) <= ndim else [x[i] for i in range(x.shape[0])]
+    shape = shape_of(name, x)
+    if len(shape) <= ndim:
+        return [x]
+    if not hasattr(x, "__getitem__"):
+        raise refusal(TypeError, f"{name}: expected a sequence of arrays, got {type(x).__name__} of shape {shape}, which has no parts.")
+    return [x[i] for i in range(shape[0])]
 
 
 # ---- the names that sglang calls -------------------------------------------------------------------------------------------------

@@ -12,11 +12,14 @@ using core::Sym;
 
 namespace {
 
-/// Optional lengths [b], each in low..high; read here only where the host may read them.
-void check_lengths(Checker& check, const char* name, const TensorView& t, Sym& b, std::int64_t low, std::int64_t high) {
-  check.arg(name, t).dtype({DType::kInt32, DType::kInt64}).shape({b}).same_device();
+constexpr auto kInt = {DType::kInt32, DType::kInt64};
+
+// What the arguments hold is read after all of them have the right dtype, shape and place, and only where the host may read it.
+
+/// Optional lengths [b], each in low..high.
+void read_lengths(const Checker& check, const char* name, const TensorView& t, std::int64_t low, std::int64_t high) {
   if (!t.given() || !core::host_reads(t)) return;
-  for (std::int64_t r = 0; r < b; ++r) {
+  for (std::int64_t r = 0; r < t.sizes[0]; ++r) {
     const std::int64_t n = core::load_index(t, r);
     if (n >= low && n <= high) continue;
     const std::string bounds = high == kNoLimit ? " >= " + std::to_string(low) : " in " + std::to_string(low) + ".." + std::to_string(high);
@@ -25,7 +28,7 @@ void check_lengths(Checker& check, const char* name, const TensorView& t, Sym& b
 }
 
 /// Every entry of a matrix within [low, high]; NaN is outside.
-void check_range(const Checker& check, const char* name, const TensorView& t, double low, double high, const char* expected) {
+void read_range(const Checker& check, const char* name, const TensorView& t, double low, double high, const char* expected) {
   if (!t.given() || !core::host_reads(t)) return;
   for (std::int64_t r = 0; r < t.sizes[0]; ++r)
     for (std::int64_t j = 0; j < t.sizes[1]; ++j) {
@@ -40,13 +43,14 @@ void check_range(const Checker& check, const char* name, const TensorView& t, do
 VerifyGreedyArgs check(const VerifyGreedyParams& p) {
   Checker check("verify_greedy");
   Sym b("b"), W("W");
-  check.arg("candidates", p.candidates).required().dtype({DType::kInt32, DType::kInt64}).shape({b, W}).same_device();
+  check.arg("candidates", p.candidates).required().dtype(kInt).shape({b, W}).same_device();
   check.require(W >= 1, "candidates", "at least one column (the last emitted token)", "shape " + shape_text(p.candidates));
   check.arg("target_argmax", p.target_argmax).required().dtype(p.candidates.dtype).shape({b, W}).same_device();
-  check_lengths(check, "verify_lens", p.verify_lens, b, 1, W);
+  check.arg("verify_lens", p.verify_lens).dtype(kInt).shape({b}).same_device();
   check.arg("accept_lens", p.accept_lens).required().dtype(DType::kInt32).shape({b}).same_device().written();
   check.arg("out_tokens", p.out_tokens).required().dtype(p.candidates.dtype).shape({b, W}).same_device().written();
   check.outputs_apart();
+  read_lengths(check, "verify_lens", p.verify_lens, 1, W);
 
   VerifyGreedyArgs a{};
   a.candidates = p.candidates.data;
@@ -70,17 +74,18 @@ VerifyRejectionArgs check(const VerifyRejectionParams& p) {
   Checker check("verify_rejection");
   Sym b("b"), W("W"), V("V");
   const auto probabilities = {DType::kFloat32, DType::kFloat64, DType::kBFloat16, DType::kFloat16};
-  check.arg("candidates", p.candidates).required().dtype({DType::kInt32, DType::kInt64}).shape({b, W}).same_device();
+  check.arg("candidates", p.candidates).required().dtype(kInt).shape({b, W}).same_device();
   check.require(W >= 1, "candidates", "at least one column (the last emitted token)", "shape " + shape_text(p.candidates));
   check.arg("target_probs", p.target_probs).required().dtype(probabilities).shape({b, W, V}).same_device();
   check.require(V >= 1, "target_probs", "at least one id", "shape " + shape_text(p.target_probs));
   check.arg("draft_probs", p.draft_probs).dtype(probabilities).shape({b, W.value() - 1, V}).same_device();
   check.arg("uniforms", p.uniforms).required().dtype({DType::kFloat32, DType::kFloat64}).shape({b, W}).same_device();
-  check_range(check, "uniforms", p.uniforms, 0, 1, "numbers in [0, 1]");
-  check_lengths(check, "verify_lens", p.verify_lens, b, 1, W);
+  check.arg("verify_lens", p.verify_lens).dtype(kInt).shape({b}).same_device();
   check.arg("accept_lens", p.accept_lens).required().dtype(DType::kInt32).shape({b}).same_device().written();
   check.arg("out_tokens", p.out_tokens).required().dtype(p.candidates.dtype).shape({b, W}).same_device().written();
   check.outputs_apart();
+  read_range(check, "uniforms", p.uniforms, 0, 1, "numbers in [0, 1]");
+  read_lengths(check, "verify_lens", p.verify_lens, 1, W);
   return {p.candidates, p.draft_probs, p.target_probs, p.uniforms, p.verify_lens, p.accept_lens, p.out_tokens, b, W, V};
 }
 
@@ -89,18 +94,19 @@ PlanVerifyLengthsArgs check(const PlanVerifyLengthsParams& p) {
   Sym b("b"), G("G"), n("n");
   const auto reals = {DType::kFloat32, DType::kFloat64};
   check.arg("confidences", p.confidences).required().dtype(reals).shape({b, G}).same_device();
-  check_range(check, "confidences", p.confidences, 0, 1, "numbers in [0, 1]");
   check.arg("lagged_confidences", p.lagged_confidences).dtype(reals).shape({b, G}).same_device();
-  check_range(check, "lagged_confidences", p.lagged_confidences, -HUGE_VAL, 1, "numbers up to 1 (below 0: unknown)");
   const bool table = p.probe_tokens.given() || p.steps_per_second.given();
   if (table) {
-    check.arg("probe_tokens", p.probe_tokens).required().dtype({DType::kInt32, DType::kInt64}).shape({n}).same_device();
+    check.arg("probe_tokens", p.probe_tokens).required().dtype(kInt).shape({n}).same_device();
     check.require(n >= 1, "probe_tokens", "at least one probe", "shape " + shape_text(p.probe_tokens));
     check.arg("steps_per_second", p.steps_per_second).required().dtype(reals).shape({n}).same_device();
   }
-  check_lengths(check, "max_lens", p.max_lens, b, 1, kNoLimit);
+  check.arg("max_lens", p.max_lens).dtype(kInt).shape({b}).same_device();
   check.arg("out", p.out).required().dtype(DType::kInt32).shape({b}).same_device().written();
   check.outputs_apart();
+  read_range(check, "confidences", p.confidences, 0, 1, "numbers in [0, 1]");
+  read_range(check, "lagged_confidences", p.lagged_confidences, -HUGE_VAL, 1, "numbers up to 1 (below 0: unknown)");
+  read_lengths(check, "max_lens", p.max_lens, 1, kNoLimit);
   if (table && core::host_reads(p.probe_tokens))
     for (std::int64_t i = 0; i < n; ++i) {
       const double speed = real_at(p.steps_per_second, i * p.steps_per_second.strides[0]);

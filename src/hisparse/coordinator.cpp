@@ -350,6 +350,7 @@ void Coordinator::Impl::set_up(const CoordinatorConfig& given, std::int64_t loca
   require(c.page_size >= 1, "page_size", c.page_size, ">= 1");
   require(fits(c.first_layer, INT32_MAX), "first_layer", c.first_layer, "0..{}", INT32_MAX);
   require(c.hot >= 1, "hot", c.hot, ">= 1");
+  require(c.top_k >= 0, "top_k", c.top_k, ">= 0");
   require(c.top_k <= c.hot, "hot", c.hot, "at least top_k={} slots", c.top_k);
   require(c.window >= 1, "window", c.window, ">= 1");
   require(c.scratch >= 0, "scratch", c.scratch, ">= 0");
@@ -515,7 +516,7 @@ void Coordinator::stage(std::int64_t layer, std::int64_t request, std::int64_t p
   const std::int64_t reserved = std::min(m.config.context, static_cast<std::int64_t>(q.pages.size()) * m.config.page_size);
   require(position >= q.length && position <= q.staged[at(l)], "position", position, "{}..{}, the positions that come next", q.length,
           q.staged[at(l)]);
-  require(count >= 0 && count <= reserved - position, "count", count, "at most {} reserved positions", reserved - position);
+  require(count >= 0 && count <= reserved - position, "count", count, "0 to the {} reserved positions", reserved - position);
   if (count > 0) m.first_pair(rows, "rows");
   if (count > 0) m.second_pair(l, rows_v, "rows_v");
   for (const std::int64_t bytes : {pitch, rows_v ? pitch_v : pitch})
@@ -552,7 +553,7 @@ void Coordinator::append(std::int64_t request, std::int64_t count, Source source
   Impl& m = *impl_;
   Request& q = m.in_state(request, {RequestState::kActive});
   const std::int64_t reserved = std::min(m.config.context, static_cast<std::int64_t>(q.pages.size()) * m.config.page_size);
-  require(count >= 0 && count <= reserved - q.length, "count", count, "at most {} reserved positions", reserved - q.length);
+  require(count >= 0 && count <= reserved - q.length, "count", count, "0 to the {} reserved positions", reserved - q.length);
   const std::int64_t first = q.length, last = first + count;
   if (source == Source::kStaged)
     for (std::int64_t l = 0; l < m.layers; ++l)
@@ -573,7 +574,7 @@ std::int64_t Coordinator::host_row(std::int64_t request, std::int64_t position) 
   const Impl& m = *impl_;
   const Request& q = m.in_state(request, {RequestState::kActive, RequestState::kVerifying, RequestState::kRetracted});
   const std::int64_t reserved = std::min(m.config.context, static_cast<std::int64_t>(q.pages.size()) * m.config.page_size);
-  require(position >= 0 && position < reserved, "position", position, "below the {} reserved positions", reserved);
+  require(position >= 0 && position < reserved, "position", position, "0 or more, below the {} reserved positions", reserved);
   return m.page_row(q, position);
 }
 

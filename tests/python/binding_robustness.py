@@ -153,9 +153,9 @@ def as_torch(arguments):
 def one_call(rng, name, expected, counts, crossing):
     arguments = CALLS[name]()
     keeps = rng.random() < 0.5
-    for _ in range(int(rng.integers(1, 4)) if keeps else 1):
-        paths = leaves(arguments)
-        path, x = paths[int(rng.integers(len(paths)))]
+    untouched = leaves(arguments)
+    for _ in range(min(int(rng.integers(1, 4)), len(untouched))):  # of several wrong ones `supports` and the call find the same
+        path, x = untouched.pop(int(rng.integers(len(untouched))))
         mutate = (SAME if keeps else OTHER)[int(rng.integers(len(SAME if keeps else OTHER)))]
         arguments = replace(arguments, path, mutate(rng, x))
     before = [(path, x.copy()) for path, x in leaves(arguments) if isinstance(x, np.ndarray)]

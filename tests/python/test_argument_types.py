@@ -7,7 +7,8 @@ import types
 import ml_dtypes
 import numpy as np
 import pytest
-from calls import ALL_CALLS, CALLS, operation
+import tvm_ffi
+from calls import ALL_CALLS, CALLS, leaves, operation, replace
 
 import specstate
 from specstate import draft_kv, hisparse, kda
@@ -130,24 +131,96 @@ def test_coordinator():
                 refuses(lambda: f(**{**filled, p.name: wrong}), p.name)
 
 
-def test_materialize_helper():
+def test_integers_of_a_coordinator():
+    """Far outside, on either side: refused by name, and nothing of that size is allocated first."""
+    far = (-1, -(2**63), 2**63 - 1, 2**40)
+    for name in ("requests", "hot", "window", "context", "tail", "scratch", "top_k", "page_size", "device_rows", "host_rows", "first_layer"):
+        for wrong in far:
+            refuses(lambda: hisparse.Coordinator(**{**COORDINATOR, name: wrong}), "hot" if name == "top_k" and wrong > 0 else name)
+    c = hisparse.Coordinator(**COORDINATOR)
+    c.admit(0, 4)
+    row, ids = np.zeros((1, 8), np.uint8), np.zeros((1, 1), np.int32)
+    for wrong in far:
+        refuses(lambda: c.admit(1, wrong), "tokens")
+        refuses(lambda: c.admit(wrong, 1), "request")
+        refuses(lambda: c.reserve(0, wrong), "count")
+        refuses(lambda: c.append(0, wrong), "count")
+        refuses(lambda: c.append(0, wrong, source="host"), "count")
+        refuses(lambda: c.stage(0, 0, wrong, row), "position")
+        refuses(lambda: c.stage(wrong, 0, 0, row), "layer")
+        refuses(lambda: c.host_row(0, wrong), "position")
+        refuses(lambda: c.prepare_verify([0], [wrong]), "widths")
+        refuses(lambda: c.prepare_verify([wrong], [1]), "request")
+        refuses(lambda: c.swap(0, ids, ids[0], ids[0], round=wrong), "round")
+        refuses(lambda: c.tables(wrong), "layer")
+    assert c.length(0) == 0 and c.state(1) == "free"
+    c.append(0, 4, source="host")
+    c.prepare_verify([0], [1])
+    for wrong in far:
+        refuses(lambda: c.accept([0], [wrong]), "accepted")
+        refuses(lambda: c.write(0, 0, wrong, row[0]), "j")
+
+
+def test_shapes_are_checked_before_contents():
+    """What the arguments hold is looked at after all of them fit, so the call says what `supports` says."""
+    plan, sampled = CALLS["plan_verify_lengths"](), CALLS["verify_rejection"]()
+    for name, call, argument in (
+        ("plan_verify_lengths", {**plan, "confidences": plan["confidences"] + 2, "out": np.zeros(3, np.int32)}, "out"),
+        ("plan_verify_lengths", {**plan, "max_lens": -plan["max_lens"], "out": np.zeros(2, np.int64)}, "out"),
+        ("verify_rejection", {**sampled, "uniforms": sampled["uniforms"] - 2, "verify_lens": np.ones(3, np.int32)}, "verify_lens"),
+        ("verify_greedy", {**CALLS["verify_greedy"](), "verify_lens": np.full(2, 9, np.int32), "out": (np.zeros(2, np.int32), np.zeros(2, np.int32))}, "out_tokens"),
+    ):
+        refuses(lambda: operation(name)(**call), argument)
+        with pytest.raises(ValueError) as raised:
+            operation(name)(**call)
+        assert specstate.supports(name, **call) == (False, str(raised.value))
+
+
+def helper_arguments(own_rotary=False):
     r = np.random.default_rng(0).standard_normal
-    rotary = types.SimpleNamespace(rotary_dim=8, cos_sin_cache=r((16, 8)).astype(np.float32))
+    rotary, own = (types.SimpleNamespace(rotary_dim=8, is_neox_style=True, cos_sin_cache=np.ones((16, 8), np.float32)) for _ in range(2))
     attention = types.SimpleNamespace(
-        num_kv_heads=1, head_dim=8, q_size=8, kv_size=8, rotary_emb=rotary,
-        qkv_proj=types.SimpleNamespace(weight=r((24, 12)).astype(np.float32)),
+        num_kv_heads=1, head_dim=8, q_size=8, kv_size=8, rotary_emb=own if own_rotary else rotary,
+        qkv_proj=types.SimpleNamespace(weight=r((24, 12)).astype(np.float32), bias=None),
         k_norm=types.SimpleNamespace(weight=np.ones(8, np.float32), variance_epsilon=1e-6),
     )  # fmt: skip
-    good = dict(layers=[types.SimpleNamespace(self_attn=attention)], rotary_emb=rotary, num_kv_heads=1, head_dim=8, device="cpu")
+    return dict(layers=[types.SimpleNamespace(self_attn=attention)], rotary_emb=rotary, num_kv_heads=1, head_dim=8, device="cpu")
+
+
+def test_materialize_helper():
+    good = helper_arguments()
     for name in ("layers", "num_kv_heads", "head_dim", "max_position_hint"):
         for wrong in WRONG:
             refuses(lambda: draft_kv.FusedKVMaterializeHelper(**{**good, name: wrong}), name)
     helper = draft_kv.FusedKVMaterializeHelper(**good)
-    call = dict(ctx_hidden=r((3, 12)).astype(np.float32), positions=np.arange(3), write_layer_kv=lambda *_: None)
+    call = dict(ctx_hidden=np.ones((3, 12), np.float32), positions=np.arange(3), write_layer_kv=lambda *_: None)
     helper.materialize(**call)
     for name in call:
         for wrong in WRONG:
             refuses(lambda: helper.materialize(**{**call, name: wrong}), name)
+
+
+@pytest.mark.parametrize("own_rotary", [False, True])
+@pytest.mark.parametrize("path", [
+    "num_kv_heads", "head_dim", "q_size", "kv_size", "rotary_emb.rotary_dim", "rotary_emb.is_neox_style", "rotary_emb.cos_sin_cache", "qkv_proj.weight",
+    "qkv_proj.bias", "k_norm.weight", "k_norm.variance_epsilon",
+])  # fmt: skip
+def test_what_a_helpers_layers_hold(path, own_rotary):
+    """Whatever attribute of a layer is of the wrong kind, the error names it."""
+    for wrong in [*WRONG, 1.5, float("nan"), np.zeros(3), np.zeros((24, 12), np.int32), np.zeros((2, 3, 4), np.float32)]:
+        if path == "k_norm.variance_epsilon" and isinstance(wrong, float) and wrong == 1.5:
+            continue
+        call = helper_arguments(own_rotary)
+        *owners, last = path.split(".")
+        owner = call["layers"][0].self_attn
+        for name in owners:
+            owner = getattr(owner, name)
+        setattr(owner, last, wrong)
+
+        def used():
+            draft_kv.FusedKVMaterializeHelper(**call).materialize(np.ones((3, 12), np.float32), np.arange(3), lambda *_: None)
+
+        refuses(used, last, f"({last}|rotary_emb)")
 
 
 def test_arrays_that_dlpack_cannot_say():
@@ -212,6 +285,25 @@ def test_arrays_that_cannot_be_handed_over():
                 operation(name)(**call)
             assert str(raised.value).startswith(f"{name}: {argument}: expected an array that can be handed over by DLPack, {got}"), str(raised.value)
             assert specstate.supports(name, **call) == (False, str(raised.value))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_arrays_that_no_call_takes_have_the_callers_name(name):
+    """Complex numbers and nine dimensions are refused before the operation sees them, under the name that the caller knows: of NumPy's arrays and of
+    any framework's, at once and on the long way."""
+    operation(name)(**CALLS[name]())
+    for path, x in leaves(CALLS[name]()):
+        for wrong in (x.astype(np.complex64), x.reshape((1,) * 9 + x.shape)):
+            for given in (wrong, tvm_ffi.from_dlpack(wrong)):
+                call = replace(CALLS[name](), path, given)
+                whole = call[path[0]]
+                called = path[0] if path[1] is None else f"{path[0]}.{whole._fields[path[1]]}" if hasattr(whole, "_fields") else ""
+                can, why = specstate.supports(name, **call)
+                with pytest.raises((ValueError, RuntimeError, TypeError)) as raised:
+                    operation(name)(**call)
+                assert not can and str(raised.value) == why
+                pitch = name == "load_blocks_to_device_buffer_mha" and path[0].startswith("host_cache")  # sglang's text comes first
+                assert pitch or re.match(rf"{name}: {called}.*expected .*got ", why) or why.startswith(f"Unexpected {called} shape"), (path, why)
 
 
 def test_what_only_looks_like_an_array():

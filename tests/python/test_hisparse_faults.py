@@ -380,7 +380,7 @@ def test_ovf_04_many_long_requests_stay_inside_the_pools():
     assert np.unique(out).size == 8 and 0 <= out.min() and out.max() < 96
     for r in range(4):
         np.testing.assert_array_equal(devices[0][out[r]], contents[r][0, [3599, 1]])
-    with pytest.raises(ValueError, match="Coordinator: position: expected below the 3600 reserved positions, got 3600."):
+    with pytest.raises(ValueError, match="Coordinator: position: expected 0 or more, below the 3600 reserved positions, got 3600."):
         c.host_row(0, 3600)
 
 
