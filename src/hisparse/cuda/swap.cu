@@ -41,6 +41,8 @@ constexpr i64 kMostOccurrences = 65536;  // a number fits into 16 bits
 constexpr u32 kBatch = 4;                // slots that a thread looks at at once
 constexpr u32 kGroup = 4;                // rows that a warp has under way
 constexpr u32 kMostStash = 256;
+constexpr u32 kClusters[] = {16, 8, 6, 4, 3, 2, 1}, kMostCluster = 16;
+constexpr u32 kPlaceBits = 20;  // of a place in one CTA's part of the table of claims
 using Group = Flight<uint4, kGroup, 2>;
 // What served() says of an occurrence in a list: its token's place in the table of claims, later the token's first occurrence; or
 constexpr u32 kNowhere = 0x3FFFFFFFu;                       // sglang's state: no host row
@@ -49,16 +51,18 @@ constexpr u32 kAnswered = 0xFFFFFFFFu;
 
 /// Sizes and places in shared memory, the same for all CTAs of a launch.
 struct Plan {
-  u32 cluster, cluster_bits;  // CTAs of a batch row, a power of two
-  u32 slice, words;           // occurrences of a CTA, a multiple of 128; words of a set of all occurrences
-  u32 table_bits, part_bits;  // of the table of claims: all entries, those of a CTA
+  u32 cluster;       // CTAs of a batch row
+  u32 slice, words;  // occurrences of a CTA, a multiple of 128; words of a set of all occurrences
+  u32 part;          // entries of the table of claims that a CTA has, a multiple of 4
+  u32 rows_kept;     // of the lists' rows of the host; the others are read again when it is their turn
+  bool tokens_kept;  // so are tokens
   u32 columns_words, hot_words, tail_mask, scratch_words, filter_mask;
   u32 stash_rows;  // that fit into what is left
   u32 context, tail;
   // Ordinary calls: strides of the selection and the answers in elements (step, place), of the request's hints and host rows in bytes.
   std::int32_t token_step, token_place, out_step, out_place, hint_bytes, host_bytes;
   bool bulk;  // tables can be copied in bulk
-  Divider by_step;
+  Divider by_step, by_cluster;
   u32 box, box_bytes, firsts;              // one a CTA each: what it saw hit; which of its occurrences were first
   u32 claims;                              // their table
   u32 token, target, row, served, number;  // the lists
@@ -126,7 +130,7 @@ struct Swap {
   __device__ __forceinline__ u32 again() const { return s().lists >> 16; }
   __device__ __forceinline__ u32 back(u32 j) const { return plan.slice - 1 - j; }
   __device__ __forceinline__ u32* token() const { return words(plan.token); }
-  __device__ __forceinline__ std::int32_t* target() const { return at<std::int32_t>(plan.target); }  // (native: takes the token's place)
+  __device__ __forceinline__ std::int32_t* target() const { return at<std::int32_t>(plan.target); }  // (native: takes the place of served)
   __device__ __forceinline__ u32* row_of() const { return words(plan.row); }
   __device__ __forceinline__ u32* served() const { return words(plan.served); }
   __device__ __forceinline__ std::uint16_t* number() const { return at<std::uint16_t>(plan.number); }
@@ -135,8 +139,8 @@ struct Swap {
   __device__ __forceinline__ u32 hot() const { return static_cast<u32>(x.hot); }
   __device__ __forceinline__ u32 columns() const { return static_cast<u32>(x.hot + x.tail); }
   /// Number of the i-th occurrence that is mine (they are dealt 32 at a time); those below occurrences() come first.
-  __device__ __forceinline__ u32 occurrence(u32 i) const { return ((i >> 5 << plan.cluster_bits) + rank) << 5 | (i & 31u); }
-  __device__ __forceinline__ u32 index(u32 occurrence) const { return occurrence >> (5 + plan.cluster_bits) << 5 | (occurrence & 31u); }
+  __device__ __forceinline__ u32 occurrence(u32 i) const { return ((i >> 5) * plan.cluster + rank) << 5 | (i & 31u); }
+  __device__ __forceinline__ u32 index(u32 occurrence) const { return plan.by_cluster(occurrence >> 5) << 5 | (occurrence & 31u); }
   __device__ __forceinline__ void answer(u32 occurrence, std::int32_t loc) const {
     const u32 step = plan.by_step(occurrence), place = occurrence - step * static_cast<u32>(x.top_k);
     if constexpr (kOrdinary)
@@ -176,7 +180,7 @@ struct Swap {
   __device__ __forceinline__ void clear() const {
     fill(seen(rank), (plan.columns_words + 3) & ~3u, 0);
     fill(my_first(), plan.slice / 32, 0);
-    fill(words(plan.claims), 2u << plan.part_bits, kEmpty);
+    fill(words(plan.claims), 2 * plan.part, kEmpty);
     if constexpr (!kNative<Args>) fill(words(plan.filter), (plan.filter_mask + 1) / 32, 0);
     if (plan.tail_mask) {
       fill(words(plan.tail_key), plan.tail_mask + 1, kEmpty);
@@ -342,19 +346,28 @@ struct Swap {
     return bad;
   }
 
-  // The table of claims: place p lies in CTA p >> part_bits. An entry is token << 32 | its smallest occurrence, all ones if empty.
+  // The table of claims: place p lies in CTA p >> kPlaceBits. An entry is token << 32 | its smallest occurrence, all ones if empty.
   __device__ __forceinline__ u32 claim_at(u32 p) const {
-    return remote(ptx::shared(words(plan.claims) + 2 * (p & below(plan.part_bits))), p >> plan.part_bits);
+    return remote(ptx::shared(words(plan.claims) + 2 * (p & below(kPlaceBits))), p >> kPlaceBits);
+  }
+  __device__ __forceinline__ u32 home(u32 t) const {
+    const u64 at = u64{t * 2654435769u} * plan.cluster;
+    return static_cast<u32>(at >> 32) << kPlaceBits | __umulhi(static_cast<u32>(at), plan.part);
+  }
+  __device__ __forceinline__ u32 next_place(u32 p) const {
+    if ((++p & below(kPlaceBits)) != plan.part) return p;
+    const u32 cta = (p >> kPlaceBits) + 1;
+    return cta == plan.cluster ? 0 : cta << kPlaceBits;
   }
   /// The place of token t, where occurrence o is noted; `mine`: nobody had asked for t before. All that it writes has come back as a value,
   /// hence is done, when it returns: so no fence is needed before others are told, and a fence would wait for rows of the host.
   __device__ __forceinline__ u32 claim(u32 t, u32 o, bool& mine) const {
     constexpr u64 kNobody = ~u64{0};
     const u64 asks = u64{t} << 32 | o;
-    u32 p = t * 2654435769u >> (32 - plan.table_bits);
+    u32 p = home(t);
     u64 found;
 #pragma unroll 1
-    while ((found = remote_cas(claim_at(p), kNobody, asks)) != kNobody && found >> 32 != t) p = (p + 1) & below(plan.table_bits);
+    while ((found = remote_cas(claim_at(p), kNobody, asks)) != kNobody && found >> 32 != t) p = next_place(p);
     mine = found == kNobody;
 #pragma unroll 1
     while (!mine && found > asks) {
@@ -363,6 +376,16 @@ struct Swap {
       found = old;
     }
     return p;
+  }
+  /// Of an entry of the lists that has a token; of one that is mine.
+  __device__ __forceinline__ u32 token_at(u32 e) const {
+    if (!kNative<Args> || plan.tokens_kept) return token()[e];
+    const u32 o = number()[e], step = plan.by_step(o), place = o - step * static_cast<u32>(x.top_k);
+    if constexpr (kOrdinary) return static_cast<u32>(selection[i64{plan.token_step} * step + i64{plan.token_place} * place]);
+    return static_cast<u32>(x.tokens(b, step, place));
+  }
+  __device__ __forceinline__ u32 host_row_at(u32 e) const {
+    return e < plan.rows_kept ? row_of()[e] : row_of_host(ask_host(static_cast<std::int32_t>(token_at(e))));
   }
   /// A place for each lane of the warp that has something: in the list of what is mine or in the other one.
   __device__ __forceinline__ u32 place_in_lists(bool some, bool mine) const {
@@ -442,10 +465,10 @@ struct Swap {
         }
         const u32 e = place_in_lists(misses[q], mine);
         if (!misses[q]) continue;
-        token()[e] = t;
-        row_of()[e] = row;
+        if (plan.tokens_kept) token()[e] = t;
         served()[e] = place;
         number()[e] = static_cast<std::uint16_t>(o);
+        if (e < plan.rows_kept) row_of()[e] = row;
         if constexpr (!kNative<Args>) set_bit(words(plan.filter), filter_bit(t));
       }
       if (round == 0) await_table(1);
@@ -572,7 +595,10 @@ struct Swap {
     for (u32 base = 0; base < plan.words; base += kPolicyThreads) {
       const u32 w = base + threadIdx.x;
       u32 word = 0;
-      if (w < plan.words) word = words(plan.firsts)[(w & (plan.cluster - 1)) * (plan.slice / 32) + (w >> plan.cluster_bits)];
+      if (w < plan.words) {
+        const u32 at = plan.by_cluster(w);
+        word = words(plan.firsts)[(w - at * plan.cluster) * (plan.slice / 32) + at];
+      }
       u32 total;
       u32 before = warp_sum_before(__popc(word), total);
       if (lane_id() == 0) s().warp_sum[kPolicyWarps + warp] = total;
@@ -818,7 +844,7 @@ struct Swap {
       const u32 first = served()[e];
       if (!kNative<Args> && first == kAnswered) continue;
       const u32 u = number_of(first);
-      const auto t = static_cast<std::int32_t>(token()[e]);
+      const auto t = static_cast<std::int32_t>(token_at(e));
       std::int32_t loc = -1;
       if (u < victims) {
         const u32 slot = victim(u);
@@ -836,7 +862,7 @@ struct Swap {
       target()[e] = loc;
       answer(number()[e], loc);
       if (x.plan.src && loc >= 0) {
-        x.plan.src(b, u) = row_of()[e];
+        x.plan.src(b, u) = host_row_at(e);
         x.plan.dst(b, u) = loc;
       }
     }
@@ -942,7 +968,7 @@ struct Swap {
     if constexpr (!kNative<Args>) index_loaded(victims);
   }
 
-  __device__ __forceinline__ const std::byte* row_at(u32 e) const { return host_at(copy, 0, row_of()[e]); }
+  __device__ __forceinline__ const std::byte* row_at(u32 e) const { return host_at(copy, 0, host_row_at(e)); }
   /// The rows that fit into the stash, by the movers: asked for before anybody knows where they go.
   __device__ __forceinline__ void bring() {
     const u32 early = min(moves(), plan.stash_rows), item = static_cast<u32>(copy.item), first = (threadIdx.x / 32 - kPolicyWarps) * kGroup;
@@ -983,7 +1009,7 @@ struct Swap {
         group.load(from, static_cast<u32>(copy.item) / 16);
         group.store(from, loc >= 0 ? device_at(copy, 0, loc) : nullptr, static_cast<u32>(copy.item) / 16);
       } else {
-        move_pool_rows(copy, some ? row_of()[e] : 0, loc, min(32u, moves_ - first));
+        move_pool_rows(copy, some ? host_row_at(e) : 0, loc, min(32u, moves_ - first));
       }
     }
   }
@@ -1066,9 +1092,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   ptx::cluster_sync();  // all parts of the table of claims are empty, all barriers ready
   ptx::wait_for_previous();
   ptx::let_next_start();
-  const u32 clusters = gridDim.x >> plan.cluster_bits;
+  const u32 clusters = gridDim.x / plan.cluster;
 #pragma unroll 1
-  for (i64 b = blockIdx.x >> plan.cluster_bits;;) {
+  for (i64 b = blockIdx.x / plan.cluster;;) {
     swap.row(b);
     ptx::fence_async();  // the next row's tables come where this one's were
     __syncthreads();
@@ -1081,12 +1107,12 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 // -------------------------------------------------------------------------------------------------------------- launch
 
+/// `spare`: as little memory as does it.
 template <class Args>
-Plan make_plan(const Args& x, u32 cluster, bool ordinary) {
+Plan make_plan(const Args& x, u32 cluster, bool ordinary, bool spare) {
   Plan p{};
   const u32 O = static_cast<u32>(x.steps * x.top_k), W = static_cast<u32>(x.hot + x.tail), H = static_cast<u32>(x.hot);
   p.cluster = cluster;
-  while ((1u << p.cluster_bits) < cluster) ++p.cluster_bits;
   p.slice = std::max<u32>(128, (O + 128 * cluster - 1) / (128 * cluster) * 128);
   p.words = p.slice * cluster / 32;
   p.columns_words = (W + 31) / 32;
@@ -1096,11 +1122,13 @@ Plan make_plan(const Args& x, u32 cluster, bool ordinary) {
     p.tail_mask = 3;
     while (p.tail_mask + 1 < 2 * static_cast<u32>(x.tail)) p.tail_mask = 2 * p.tail_mask + 1;
   }
-  // Twice as many entries as there can be tokens with a host row: chains of a full table are long.
-  p.table_bits = p.cluster_bits + 4;
-  while ((i64{1} << p.table_bits) < 2 * std::min<i64>(O, x.context)) ++p.table_bits;
-  p.part_bits = p.table_bits - p.cluster_bits;
+  // Twice as many entries as there can be tokens with a host row, or a quarter more: chains of a full table are long.
+  const i64 most = std::min<i64>(O, x.context);
+  p.part = static_cast<u32>((spare ? most + most / 4 : 2 * most) / (4 * cluster) + 4) * 4;
+  p.tokens_kept = !kNative<Args> || !spare;
+  p.rows_kept = spare ? std::min(p.slice, kMostStash) : p.slice;
   p.by_step = Divider(static_cast<u32>(x.top_k));
+  p.by_cluster = Divider(cluster);
   p.context = static_cast<u32>(std::min<i64>(x.context, i64{1} << 31));
   p.tail = static_cast<u32>(x.tail);
   p.token_step = static_cast<std::int32_t>(x.tokens.s1), p.token_place = static_cast<std::int32_t>(x.tokens.s2);
@@ -1121,11 +1149,11 @@ Plan make_plan(const Args& x, u32 cluster, bool ordinary) {
   p.box_bytes = static_cast<u32>(sizeof(Head)) + (ordinary ? (p.columns_words + 3) / 4 * 16 : 0);
   p.box = take(p.box_bytes / 4 * cluster + (ordinary ? 0 : (p.columns_words + 3) / 4 * 4));
   p.firsts = take(p.words);
-  p.claims = take(2u << p.part_bits);
-  p.token = take(p.slice);
-  p.target = kNative<Args> ? p.token : take(p.slice);
-  p.row = take(p.slice);
+  p.claims = take(2 * p.part);
+  p.token = take(p.tokens_kept ? p.slice : 0);
+  p.row = take(p.rows_kept);
   p.served = take(p.slice);
+  p.target = kNative<Args> ? p.served : take(p.slice);
   p.number = take(p.slice / 2);
   if (ordinary) {
     p.tokens = take(W);
@@ -1176,11 +1204,11 @@ auto kernel_for(u32 slice, bool ordinary) {
          : slice <= 2 * kThreads ? &swap_kernel<Args, 2, true>
                                  : &swap_kernel<Args, 4, true>;
 }
-/// How many clusters of 1, 2, 4, 8, 16 CTAs fit on the GPU at once (asked once).
+/// How many clusters of so many CTAs fit on the GPU at once (asked once).
 template <class Args>
 i64 clusters_at_once(u32 cluster) {
   struct Fit {
-    i64 clusters[5] = {};
+    i64 clusters[kMostCluster + 1] = {};
   };
   static const Fit fit = [] {
     const int most = specstate::cuda::device_info().shared_bytes - 1024;
@@ -1190,33 +1218,31 @@ i64 clusters_at_once(u32 cluster) {
       SPECSTATE_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most));
     }
     Fit f;
-    for (int bits = 0; bits < 5; ++bits) {
+    for (const u32 size : kClusters) {
       cudaLaunchAttribute attribute{};
       attribute.id = cudaLaunchAttributeClusterDimension;
-      attribute.val.clusterDim.x = 1u << bits, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+      attribute.val.clusterDim.x = size, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
       cudaLaunchConfig_t config{};
-      config.gridDim = 16, config.blockDim = kThreads, config.dynamicSmemBytes = static_cast<std::size_t>(most);
+      config.gridDim = size, config.blockDim = kThreads, config.dynamicSmemBytes = static_cast<std::size_t>(most);
       config.attrs = &attribute, config.numAttrs = 1;
       int clusters = 0;
       SPECSTATE_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&clusters, kernel_for<Args>(1, true), &config));
-      f.clusters[bits] = clusters;
+      f.clusters[size] = clusters;
     }
     return f;
   }();
-  u32 bits = 0;
-  while ((1u << bits) < cluster) ++bits;
-  return fit.clusters[bits];
+  return fit.clusters[cluster];
 }
 /// CTAs a batch row: as many as fit beside each other for all rows, since look-ups are latency; of a small call, no more than have work.
 template <class Args>
-u32 cluster_of(const Args& x) {
+const u32* cluster_of(const Args& x) {
   const auto at_once = [&](u32 cluster) {
     const i64 most = clusters_at_once<Args>(cluster);
     return x.sm_budget > 0 ? std::min(most, x.sm_budget / cluster) : most;
   };
-  u32 cluster = x.steps * x.top_k > 4096 ? 16 : 8;
-  while (cluster > 1 && x.batch > at_once(cluster)) cluster /= 2;
-  return cluster;
+  const u32* size = x.steps * x.top_k > 4096 ? kClusters : kClusters + 1;
+  while (*size > 1 && x.batch > at_once(*size)) ++size;
+  return size;
 }
 
 template <class Args>
@@ -1226,22 +1252,26 @@ void run_swap(const Args& x, Stream stream) {
   check_rows(x.op, copy);
   if (x.steps * x.top_k > kMostOccurrences) too_large(x.op, x.hot, x.steps * x.top_k);
   const u32 most = static_cast<u32>(specstate::cuda::device_info().shared_bytes - 1024);
-  u32 cluster = cluster_of(x);
-  // More CTAs if they are needed, tables in global memory if there is no room for them.
-  const u32 wanted = cluster;
-  bool ordinary = is_ordinary(x);
-  Plan plan = make_plan(x, cluster, ordinary);
+  // As many CTAs as fit, more if one has not enough memory, tables in global memory if there is no room for them.
+  const u32* const wanted = cluster_of(x);
+  const u32* size = wanted;
+  bool ordinary = is_ordinary(x), spare = false;
+  Plan plan = make_plan(x, *size, ordinary, spare);
   while (plan.bytes > most) {
-    if (cluster < 16 && clusters_at_once<Args>(2 * cluster) > 0) {
-      cluster *= 2;
+    if (!spare) {
+      spare = true;
+    } else if (size != kClusters && clusters_at_once<Args>(size[-1]) > 0) {
+      --size;
+      spare = false;
     } else if (ordinary) {
-      ordinary = false;
-      cluster = wanted;
+      ordinary = spare = false;
+      size = wanted;
     } else {
       too_large(x.op, x.hot, x.steps * x.top_k);
     }
-    plan = make_plan(x, cluster, ordinary);
+    plan = make_plan(x, *size, ordinary, spare);
   }
+  const u32 cluster = *size;
   add_stash(plan, copy, most);
   specstate::cuda::Launch shape;
   shape.grid = clusters_for(x.batch, cluster, x.sm_budget) * cluster;
