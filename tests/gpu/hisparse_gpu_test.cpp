@@ -808,6 +808,7 @@ enum class Asked {
   kMixed,     // three of four tokens among the first ones, the others anywhere
   kNew,       // nothing that was asked for before, each token once: with steps * top_k = hot the whole hot buffer is replaced
   kRepeated,  // the same new tokens in every step, each time in another order
+  kFew,       // a window of verify: most tokens occur in most steps, one of a hundred is another one
 };
 
 /// sglang's published shape at `requests` requests, against the CPU.
@@ -836,7 +837,8 @@ void published_shape(i64 requests, i64 steps, i64 top_k, i64 hot, i64 item, int 
   reset_swap_state(state[1]);
   for (int call = 0; call < calls; ++call) {
     std::vector<i32> t(at(requests * steps * top_k));
-    for (i32& x : t) x = static_cast<i32>(random.one_in(4) ? random.pick(0, L - 1) : random.pick(0, hot));
+    const bool few = asked == Asked::kFew;
+    for (i32& x : t) x = static_cast<i32>(random.one_in(few ? 100 : 4) ? random.pick(0, L - 1) : random.pick(0, few ? hot / 2 : hot));
     const i64 fresh = asked == Asked::kNew ? steps * top_k : asked == Asked::kRepeated ? top_k : 0;
     for (i64 begin = 0; fresh > 0 && begin < requests * steps * top_k; begin += fresh) {
       const auto first = t.begin() + begin;
@@ -881,6 +883,16 @@ TEST(HisparseGpu, EveryRowMissing) {
     published_shape(3, 8, 1024, 8192, 1152, 3, asked);
     published_shape(2, 4, 333, 1400, 640, 3, asked);
   }
+}
+
+/// A batch row has 16, 8, 6, 4, 3, 2 or 1 CTAs, as many as fit for all.
+TEST(HisparseGpu, ClustersOfEverySize) {
+  SPECSTATE_NEEDS_GPU();
+  if (small()) return published_shape(3, 8, 64, 128, 576, 2, Asked::kFew);
+  for (const i64 requests : {5, 12, 18, 26, 32, 64, 70}) published_shape(requests, 8, 2048, 4096, 576, 2, Asked::kFew);
+  published_shape(18, 3, 2000, 4096, 1152, 2, Asked::kFew);
+  published_shape(35, 4, 2047, 4096, 576, 2, Asked::kFew);
+  published_shape(66, 8, 2048, 4096, 576, 2, Asked::kMixed);
 }
 
 /// Pools of more than 2^31 bytes, and rows beyond 2^31 / 576.
