@@ -14,8 +14,8 @@ help:  ## this list
 
 demo:  ## build the command line and generate text from the embedded model, speculatively
 	@tools/bootstrap build
-	@$(call configure,demo)
-	@cmake --build build/release
+	@[ -e build/release/build.ninja ] || { $(call configure,demo); }  # what is configured already, perhaps with CUDA, stays so
+	@cmake --build build/release --target specstate_cli
 	build/release/specstate generate --prompt "$(PROMPT)" --max-new-tokens 200 --mode dflash --check-lossless
 
 build:  ## everything, into build/release (with CUDA where nvcc is found)

@@ -65,7 +65,22 @@ nlohmann::ordered_json to_json(const runtime::Report& r) {
   return j;
 }
 
-std::string to_text(const runtime::Report& r) {
+/// Why the prompts ended: the reasons that there were, with how many where there were several.
+std::string ends(const runtime::Report& r, int context) {
+  const std::pair<const char*, std::string> reasons[] = {
+      {"length", "after --max-new-tokens"},
+      {"eos", "by themselves"},
+      {"context", fmt::format("because the model's context of {} positions is full", context)},
+      {"dropped", "dropped"}};
+  std::string s;
+  for (const auto& [finish, text] : reasons) {
+    const auto n = std::count_if(r.requests.begin(), r.requests.end(), [&](const runtime::RequestReport& q) { return q.finish == finish; });
+    if (n > 0) s += (s.empty() ? "" : ", ") + (r.requests.size() > 1 ? fmt::format("{} ", n) : "") + text;
+  }
+  return s;
+}
+
+std::string to_text(const runtime::Report& r, int context) {
   std::string s;
   const auto line = [&](const char* what, const std::string& value) { s += fmt::format("{:<10}{}\n", what, value); };
   std::size_t tokens = 0;
@@ -73,6 +88,7 @@ std::string to_text(const runtime::Report& r) {
   for (const runtime::RequestReport& q : r.requests) tokens += q.tokens.size(), prompt += q.prompt_tokens;
   line("mode", runtime::name_of(r.mode) + (r.note.empty() ? "" : " (" + r.note + ")"));
   line("tokens", fmt::format("{} new after {} of prompt; {} steps, {:.2f} tokens a step", tokens, prompt, r.steps, r.mean_accepted_length));
+  line("ended", ends(r, context));
   line("speed", fmt::format("{:.0f} tokens/s decoding; prefill {:.0f} tokens/s", r.tokens_per_second,
                             r.prefill_seconds > 0 ? prompt / r.prefill_seconds : 0.0));
   line("hisparse",
@@ -140,7 +156,7 @@ int generate_here(const GenerateCommand& command, runtime::Ranks* ranks) {
       std::fputc('\n', stdout);
     }
   finish_stdout();
-  std::fputs(to_text(report).c_str(), stderr);
+  std::fputs(to_text(report, engine.context()).c_str(), stderr);
   // Bytes of the text that are not UTF-8 become U+FFFD in JSON; `tokens` is exact.
   if (!command.json.empty()) write_json(command.json, to_json(report).dump(2, ' ', false, nlohmann::json::error_handler_t::replace));
   if (!command.trace.empty()) write_json(command.trace, report.trace);

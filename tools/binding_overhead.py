@@ -1,11 +1,10 @@
 #!/usr/bin/env python3
 """What a call costs before any work: `specstate.kda.decode` of 19 tensors and no token, in microseconds of this thread's own time.
 
-    tools/binding_overhead.py [CALLS]        with NumPy, and with torch where it is installed
-
-Beside it what tvm-ffi alone takes to hand over the same tensors: the floor of any binding on it.
+With NumPy, and with torch where it is installed. Beside it what tvm-ffi alone takes to hand over the same tensors: the floor of any binding on it.
 """
 
+import argparse
 import pathlib
 import sys
 import time
@@ -47,7 +46,9 @@ def per_call(f, calls):
 
 
 def main():
-    calls = int(sys.argv[1]) if len(sys.argv) > 1 else 20000
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("calls", nargs="?", type=int, default=20000, help="calls of one measurement; the best of five counts")
+    calls = parser.parse_args().calls
     makers = {"numpy": lambda x: x}
     try:
         import torch

@@ -5,6 +5,7 @@ have every symbol that it asks for (the rule of manylinux: PEP 600).
 Its objects are compiled in build/wheel with the command lines of build/release, so that ccache, where it is installed, gives them back.
 """
 
+import argparse
 import os
 import pathlib
 import platform
@@ -80,6 +81,7 @@ def build(command, log):
 
 
 def main():
+    argparse.ArgumentParser(description=__doc__).parse_args()
     dist = ROOT / "dist"
     for old in dist.glob("specstate-*.whl"):
         old.unlink()

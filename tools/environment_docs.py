@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Writes docs/environment.md from the table of src/core/env.cpp; the lint rule `environment` holds the two together."""
 
+import argparse
 import pathlib
 import re
 
@@ -24,4 +25,5 @@ def render(root=ROOT):
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     (ROOT / "docs" / "environment.md").write_text(render())

@@ -4,6 +4,7 @@
 One row a test function: its cases passed, failed or not applicable, with the reasons.
 """
 
+import argparse
 import json
 import pathlib
 import re
@@ -47,11 +48,14 @@ def placed(text, table):
 
 
 def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if the page is not up to date")
+    check = parser.parse_args().check
     path = ROOT / "docs" / "compatibility.md"
     evidence = json.loads((ROOT / "tests" / "gpu" / "evidence.json").read_text())["sglang"]
     before = path.read_text()
     after = placed(before, render(evidence))
-    if "--check" in sys.argv[1:]:
+    if check:
         return "docs/compatibility.md does not say what tests/gpu/evidence.json says: run tools/sglang_table.py" if before != after else 0
     path.write_text(after)
 

@@ -4,10 +4,10 @@
 One lane a kind of operation, time to the right, the sum of each lane beside its name.
 """
 
+import argparse
 import collections
 import html
 import json
-import sys
 
 COLOURS = {"model": "#8a8f98", "kda": "#3b6fb6", "hisparse": "#c8553d", "draft": "#5a9367", "accept": "#8e5ea2", "step": "#b8860b"}
 WIDTH, LANE, LEFT, TOP = 1000, 30, 170, 34
@@ -37,7 +37,6 @@ def picture(events):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    with open(sys.argv[1]) as file:
-        print(picture(json.load(file)["traceEvents"]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace", type=argparse.FileType(), help="what --trace has written")
+    print(picture(json.load(parser.parse_args().trace)["traceEvents"]))

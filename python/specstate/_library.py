@@ -57,13 +57,13 @@ def _load():
         return module
 
 
-def _unlock():
-    """In a child of a fork: the thread that was loading is not there."""
+def _new_lock():
     global _loading
     _loading = threading.RLock()
 
 
-os.register_at_fork(after_in_child=_unlock)
+# A fork waits until nobody loads: in the child that thread would be gone, and the locks of the modules that it was importing would stay held.
+os.register_at_fork(before=lambda: _loading.acquire(), after_in_parent=lambda: _loading.release(), after_in_child=_new_lock)
 
 
 def _exported(module, name):

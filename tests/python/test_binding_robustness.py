@@ -199,6 +199,38 @@ def test_first_calls_of_many_threads():
         assert done.returncode == 0, done.stderr
 
 
+FORK_WHILE_LOADING = """
+import os, signal, sys, threading, time
+sys.path[:0] = sys.argv[1:]
+import numpy as np
+from specstate import accept
+a = np.ones((2, 4), np.int32)
+
+class Slow:
+    begun = threading.Event()
+    def find_spec(self, name, path=None, target=None):
+        if name == "tvm_ffi":
+            self.begun.set()
+            time.sleep(0.3)
+
+sys.meta_path.insert(0, Slow())
+thread = threading.Thread(target=accept.verify_greedy, args=(a, a))
+thread.start()
+Slow.begun.wait()
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    os._exit(0 if accept.verify_greedy(a, a)[0].tolist() == [4, 4] else 7)
+thread.join()
+sys.exit(os.waitpid(child, 0)[1] != 0)
+"""
+
+
+def test_children_of_a_fork_while_another_thread_loads():
+    """The child of a fork finds no import that a thread which it does not have was in the middle of."""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FORK_WHILE_LOADING, str(ROOT / "python")], check=True, timeout=60)
+
+
 def test_calls_inside_of_calls_end():
     """An array whose `__dlpack__` makes such a call again, without end."""
 

@@ -171,6 +171,8 @@ def test_the_end_of_the_context(mode, tmp_path):
     (model / "config.json").write_text(json.dumps(config))
     report = generate("--prompt", "x" * 70, "--model", model, "--mode", mode, "--max-new-tokens", 40, "--check-lossless")
     assert len(report["tokens"]) == 9 and report["requests"][0]["finish"] == "context" and report["lossless"] is True
+    both = call("generate", "--prompt", "x" * 70, "--prompt", "x", "--model", model, "--mode", mode, "--max-new-tokens", 40).stderr.decode()
+    assert "1 after --max-new-tokens, 1 because the model's context of 80 positions is full" in both  # and not a word less than was asked for
     error = call("generate", "--prompt", "x" * 79, "--model", model, status=1).stderr.decode()
     assert "prompt 1: expected at most 78 bytes" in error and "got 79" in error
 
