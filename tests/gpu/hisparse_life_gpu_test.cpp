@@ -51,7 +51,7 @@ struct Lives {
   struct Model {
     RequestState state = RequestState::kFree;
     i64 length = 0, known = 0, width = 0;  // length as it is, and as the host was told
-    std::vector<i64> untold;
+    std::vector<i64> untold = {};
   };
   std::vector<Model> model;
   // Arrays of a step, of one shape, so that it can be captured.

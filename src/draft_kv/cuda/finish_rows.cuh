@@ -129,9 +129,9 @@ __device__ __forceinline__ void finish_rows(const Problem& p, Word word, int num
         even[b] = chunk_squares(chunks[0]), odd[b] = chunk_squares(chunks[1]);
       }
 #pragma unroll
-      for (int step = 2; step < kLanes; step *= 2)
+      for (int far = 2; far < kLanes; far *= 2)
 #pragma unroll
-        for (int b = 0; b < kBatch; ++b) even[b] += __shfl_xor_sync(~0u, even[b], step), odd[b] += __shfl_xor_sync(~0u, odd[b], step);
+        for (int b = 0; b < kBatch; ++b) even[b] += __shfl_xor_sync(~0u, even[b], far), odd[b] += __shfl_xor_sync(~0u, odd[b], far);
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) even[b] += odd[b], even[b] += __shfl_xor_sync(~0u, even[b], 1);
 #pragma unroll

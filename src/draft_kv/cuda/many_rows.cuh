@@ -8,7 +8,7 @@
 //
 //   1 group    up to 64 rows. Bound by reading the weights once, so everything is ring: 9 to 12 stages of 16 KB and of the rows. 80 blocks that do nothing else read 84 MB so
 //              in 22 us, and nothing has to be exchanged between blocks. Rows are asked for as they lie, by the first thread, before anybody knows which of them are
-//              written; three idle warps find that out meanwhile, and fetch what the epilogue wants. Where few_features makes the rows, the weights are asked for while
+//              written; three idle warps find that out meanwhile, and fetch what the epilogue wants. Where a product makes the rows (features.cuh), the weights are asked for while
 //              it still runs, and the three warps norm a stage's rows where they lie, between their arrival and the products.
 //   2 groups   up to 128 rows likewise; and more of them where 3 would leave the last round of tiles emptier.
 //   3 groups   the rest. What decides the shape: the memory system takes about 2500 cycles to bring a stage under load, so three must be under way; and a run's sum needs

@@ -111,10 +111,10 @@ __device__ int plan_rows(const Rows& x, Row* list, int* bucket, int* warp_count,
 inline constexpr int kListRows = 8192, kPlanThreads = 1024;
 inline constexpr std::size_t kPlanBytes = kListRows * (sizeof(std::int64_t) + 2 * sizeof(int));
 static __global__ void __launch_bounds__(kPlanThreads, 1) plan_kernel(const __grid_constant__ Rows x, Row* list, int* count) {
-  constexpr int kEach = kListRows / kPlanThreads, kWarps = kPlanThreads / 32, kBuckets = 2 * kListRows;
+  constexpr int kEach = kListRows / kPlanThreads, kWarps = kPlanThreads / 32;
   extern __shared__ __align__(16) unsigned char plan_memory[];
   auto* const slots = reinterpret_cast<std::int64_t*>(plan_memory);  // [kListRows]
-  auto* const bucket = reinterpret_cast<int*>(slots + kListRows);    // [kBuckets], as many as twice the rows are used
+  auto* const bucket = reinterpret_cast<int*>(slots + kListRows);    // [2 kListRows], of which as many as twice the rows are used
   __shared__ int kept_of[kEach * kWarps];
   ptx::wait_for_previous();
   ptx::let_next_start();
