@@ -5,6 +5,7 @@
 
 #include <iterator>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "common.hpp"
@@ -163,19 +164,29 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_transfer_paged_pointers,
 
 namespace {
 
-/// What Python holds: the coordinator and the tensors that it must not outlive.
+/// What Python holds: the coordinator and the tensors that it must not outlive. Calls of several threads take turns.
 class CoordinatorObject : public ffi::Object {
  public:
   std::unique_ptr<Coordinator> coordinator;
   std::vector<ffi::Tensor> kept;
+  std::mutex turn;
   static constexpr bool _type_mutable = true;
   TVM_FFI_DECLARE_OBJECT_INFO_FINAL("specstate.hisparse.Coordinator", CoordinatorObject, ffi::Object);
 };
-Coordinator& coordinator(const ffi::ObjectRef& handle) {
-  auto* object = const_cast<CoordinatorObject*>(handle.as<CoordinatorObject>());
-  if (object == nullptr) throw Error(ErrorKind::kValue, "Coordinator: expected a coordinator handle.");
-  return *object->coordinator;
-}
+/// The coordinator, while nobody else has it. Asked for without the GIL, which is never waited for meanwhile.
+class Turn {
+ public:
+  explicit Turn(const ffi::ObjectRef& handle) {
+    auto* object = const_cast<CoordinatorObject*>(handle.as<CoordinatorObject>());
+    if (object == nullptr) throw Error(ErrorKind::kValue, "Coordinator: expected a coordinator handle.");
+    lock_ = std::unique_lock(object->turn), coordinator_ = object->coordinator.get();
+  }
+  Coordinator* operator->() const { return coordinator_; }
+
+ private:
+  std::unique_lock<std::mutex> lock_;
+  Coordinator* coordinator_;
+};
 using Ids = ffi::Array<std::int64_t>;
 std::vector<std::int64_t> numbers(const Ids& ids) { return {ids.begin(), ids.end()}; }
 SwapInParams selection(const Opt& top_k_tokens, const Opt& seq_lens, const Opt& requests) {
@@ -228,39 +239,39 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_new,
                                   return ffi::ObjectRef(object);
                                 });
                               });
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_can_admit, [](ffi::ObjectRef h, std::int64_t tokens) {
-  return guard([&] { return coordinator(h).can_admit(tokens); });
-});
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_can_admit,
+                              [](ffi::ObjectRef h, std::int64_t tokens) { return guard([&] { return Turn(h)->can_admit(tokens); }); });
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_admit, [](ffi::ObjectRef h, std::int64_t r, std::int64_t tokens, std::int64_t s) {
-  guard([&] { coordinator(h).admit(r, tokens, stream(s)); });
+  guard([&] { Turn(h)->admit(r, tokens, stream(s)); });
 });
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_reserve, [](ffi::ObjectRef h, std::int64_t r, std::int64_t count, std::int64_t s) {
-  guard([&] { coordinator(h).reserve(r, count, stream(s)); });
+  guard([&] { Turn(h)->reserve(r, count, stream(s)); });
 });
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_stage, [](ffi::ObjectRef h, std::int64_t layer, std::int64_t r, std::int64_t position,
                                                              Opt rows, Opt rows_v, std::int64_t s) {
-  guard([&] { coordinator(h).stage(layer, r, position, view("rows", rows), view("rows_v", rows_v), stream(s)); });
+  guard([&] { Turn(h)->stage(layer, r, position, view("rows", rows), view("rows_v", rows_v), stream(s)); });
 });
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_append, [](ffi::ObjectRef h, std::int64_t r, std::int64_t count, bool from_host,
                                                               std::int64_t s) {
-  guard([&] { coordinator(h).append(r, count, from_host ? Coordinator::Source::kHost : Coordinator::Source::kStaged, stream(s)); });
+  guard([&] { Turn(h)->append(r, count, from_host ? Coordinator::Source::kHost : Coordinator::Source::kStaged, stream(s)); });
 });
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_host_row, [](ffi::ObjectRef h, std::int64_t r, std::int64_t position) {
-  return guard([&] { return coordinator(h).host_row(r, position); });
+  return guard([&] { return Turn(h)->host_row(r, position); });
 });
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_host_pages, [](ffi::ObjectRef h, std::int64_t r) {
   return guard([&] {
-    const std::span<const std::int64_t> pages = coordinator(h).host_pages(r);
+    const Turn c(h);
+    const std::span<const std::int64_t> pages = c->host_pages(r);
     return Ids(pages.begin(), pages.end());
   });
 });
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_prepare_verify, [](ffi::ObjectRef h, Ids requests, Ids widths, Opt locs,
-                                                                      std::int64_t s) {
-  guard([&] { coordinator(h).prepare_verify(numbers(requests), numbers(widths), view("locs", locs), stream(s)); });
-});
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_prepare_verify,
+                              [](ffi::ObjectRef h, Ids requests, Ids widths, Opt locs, std::int64_t s) {
+                                guard([&] { Turn(h)->prepare_verify(numbers(requests), numbers(widths), view("locs", locs), stream(s)); });
+                              });
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_write,
                               [](ffi::ObjectRef h, std::int64_t layer, std::int64_t r, std::int64_t j, Opt row, Opt row_v, std::int64_t s) {
-                                guard([&] { coordinator(h).write(layer, r, j, view("row", row), view("row_v", row_v), stream(s)); });
+                                guard([&] { Turn(h)->write(layer, r, j, view("row", row), view("row_v", row_v), stream(s)); });
                               });
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_swap,
                               [](ffi::ObjectRef h, std::int64_t layer, std::int64_t round, Opt top_k_tokens, Opt seq_lens, Opt requests,
@@ -271,32 +282,32 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_swap,
                                   p.top_k_device_locs = view("out", out);
                                   SPECSTATE_SET(p, unique_misses, unique_hits);
                                   p.skip_io = skip_io;
-                                  coordinator(h).swap(layer, p, round, stream(s));
+                                  Turn(h)->swap(layer, p, round, stream(s));
                                 });
                               });
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_follow, [](ffi::ObjectRef h, std::int64_t layer, std::int64_t round, std::int64_t s) {
-  guard([&] { coordinator(h).follow(layer, round, stream(s)); });
+  guard([&] { Turn(h)->follow(layer, round, stream(s)); });
 });
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_follow_all,
                               [](ffi::ObjectRef h, std::int64_t layer, std::int64_t round, std::int64_t s) {
-                                guard([&] { coordinator(h).follow_all(layer, round, stream(s)); });
+                                guard([&] { Turn(h)->follow_all(layer, round, stream(s)); });
                               });
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_plan_rounds, [](ffi::ObjectRef h, std::int64_t layer, Opt top_k_tokens, Opt seq_lens,
                                                                    Opt requests, Opt round_of) {
-  return guard([&] { return coordinator(h).plan_rounds(layer, selection(top_k_tokens, seq_lens, requests), view("round_of", round_of)); });
+  return guard([&] { return Turn(h)->plan_rounds(layer, selection(top_k_tokens, seq_lens, requests), view("round_of", round_of)); });
 });
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_accept, [](ffi::ObjectRef h, Ids requests, Ids accepted, std::int64_t s) {
-  guard([&] { coordinator(h).accept(numbers(requests), numbers(accepted), stream(s)); });
+  guard([&] { Turn(h)->accept(numbers(requests), numbers(accepted), stream(s)); });
 });
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_begin_step, [](ffi::ObjectRef h, Ids requests, std::int64_t s) {
-  guard([&] { coordinator(h).begin_step(numbers(requests), stream(s)); });
+  guard([&] { Turn(h)->begin_step(numbers(requests), stream(s)); });
 });
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_open_step,
                               [](ffi::ObjectRef h, Opt requests, Opt widths, Opt num_real_reqs, Opt locs, std::int64_t s) {
                                 guard([&] {
                                   StepBatch b;
                                   SPECSTATE_SET(b, requests, widths, num_real_reqs);
-                                  coordinator(h).open_step(b, view("locs", locs), stream(s));
+                                  Turn(h)->open_step(b, view("locs", locs), stream(s));
                                 });
                               });
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_close_step,
@@ -304,39 +315,39 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_close_step,
                                 guard([&] {
                                   StepBatch b;
                                   SPECSTATE_SET(b, requests, widths, num_real_reqs);
-                                  coordinator(h).close_step(b, view("accepted", accepted), stream(s));
+                                  Turn(h)->close_step(b, view("accepted", accepted), stream(s));
                                 });
                               });
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_end_step, [](ffi::ObjectRef h, Ids requests, Ids accepted) {
-  guard([&] { coordinator(h).end_step(numbers(requests), numbers(accepted)); });
+  guard([&] { Turn(h)->end_step(numbers(requests), numbers(accepted)); });
 });
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_finish, [](ffi::ObjectRef h, std::int64_t r, std::int64_t s) {
-  guard([&] { coordinator(h).finish(r, stream(s)); });
-});
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_finish,
+                              [](ffi::ObjectRef h, std::int64_t r, std::int64_t s) { guard([&] { Turn(h)->finish(r, stream(s)); }); });
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_abort,
-                              [](ffi::ObjectRef h, std::int64_t r, std::int64_t s) { guard([&] { coordinator(h).abort(r, stream(s)); }); });
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_retract, [](ffi::ObjectRef h, std::int64_t r, std::int64_t s) {
-  guard([&] { coordinator(h).retract(r, stream(s)); });
-});
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_resume, [](ffi::ObjectRef h, std::int64_t r, std::int64_t s) {
-  guard([&] { coordinator(h).resume(r, stream(s)); });
-});
+                              [](ffi::ObjectRef h, std::int64_t r, std::int64_t s) { guard([&] { Turn(h)->abort(r, stream(s)); }); });
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_retract,
+                              [](ffi::ObjectRef h, std::int64_t r, std::int64_t s) { guard([&] { Turn(h)->retract(r, stream(s)); }); });
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_resume,
+                              [](ffi::ObjectRef h, std::int64_t r, std::int64_t s) { guard([&] { Turn(h)->resume(r, stream(s)); }); });
 /// [state, length] of a request.
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_request, [](ffi::ObjectRef h, std::int64_t r) {
-  return guard([&] { return Ids{static_cast<std::int64_t>(coordinator(h).state(r)), coordinator(h).length(r)}; });
+  return guard([&] {
+    const Turn c(h);
+    return Ids{static_cast<std::int64_t>(c->state(r)), c->length(r)};
+  });
 });
 /// [max_length, free device rows, free host rows, then the fields of CoordinatorStats].
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_totals, [](ffi::ObjectRef h) {
   return guard([&] {
-    const Coordinator& c = coordinator(h);
-    const CoordinatorStats& s = c.stats();
-    return Ids{c.max_length(),  c.free_device_rows(), c.free_host_rows(), s.swaps,        s.unique_hits,
-               s.unique_misses, s.unserved,           s.bytes_to_device,  s.bytes_to_host};
+    const Turn c(h);
+    const CoordinatorStats& s = c->stats();
+    return Ids{c->max_length(), c->free_device_rows(), c->free_host_rows(), s.swaps, s.unique_hits, s.unique_misses,
+               s.unserved,      s.bytes_to_device,     s.bytes_to_host};
   });
 });
 /// Copies of slot_tokens and slot_locs of a layer's group into dense int32 tensors of the same shape.
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_coordinator_tables, [](ffi::ObjectRef h, std::int64_t layer, In tokens, In locs, std::int64_t s) {
-  guard([&] { coordinator(h).copy_tables(layer, view("tokens", tokens), view("locs", locs), stream(s)); });
+  guard([&] { Turn(h)->copy_tables(layer, view("tokens", tokens), view("locs", locs), stream(s)); });
 });
 
 }  // namespace specstate::binding

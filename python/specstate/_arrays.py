@@ -41,7 +41,7 @@ class _Alias:
 
 def _from_numpy(name, np, x):
     dtype = x.dtype
-    if isinstance(x, np.ma.MaskedArray):
+    if isinstance(x, getattr(sys.modules.get("numpy.ma"), "MaskedArray", ())):
         raise refusal(ValueError, f"{name}: expected an array without a mask, got {type(x).__name__}.")
     if x.ndim > 8:
         raise refusal(ValueError, f"{name}: expected at most 8 dimensions, got {x.ndim}.")

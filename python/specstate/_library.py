@@ -1,5 +1,6 @@
 """Loads the shared library at the first operation and hands out its exported functions."""
 
+import logging  # noqa: F401  (tvm-ffi imports it: what it does at a fork is registered before what we do)
 import os
 import pathlib
 import sys

@@ -549,7 +549,7 @@ class Coordinator:
     A step: ``prepare_verify`` -> per layer ``write`` (or write the returned device rows), ``swap`` at an anchor or ``follow`` at a
     follower -> ``accept``. Errors are raised before anything changes: TypeError for an argument of the wrong kind, ValueError for misuse, RuntimeError when a pool has
     no rows left.
-    Not thread-safe.
+    Calls of several threads take turns; in which order is theirs.
 
     Device buffers on the CPU or all on one GPU, with pinned host caches. On a GPU the tables lie in its memory (allocated here), every
     call enqueues its work on `stream` (default: the framework's current one) and returns without waiting, and S * K of a swap is at most
