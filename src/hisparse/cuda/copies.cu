@@ -6,7 +6,7 @@
 #include <algorithm>
 
 #include "cuda/launch.hpp"
-#include "hisparse/cuda/ways.cuh"
+#include "hisparse/cuda/rows.cuh"
 
 namespace specstate::hisparse::cuda {
 namespace {

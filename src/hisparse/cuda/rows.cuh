@@ -122,15 +122,15 @@ struct Flight {
             load_once(j + 32 * q < end ? reinterpret_cast<const T*>(from[i]) + (j + 32 * q) : reinterpret_cast<const T*>(&nothing));
     }
   }
-  /// The same addresses again; into shared memory, one row behind the other.
-  __device__ __forceinline__ void keep(const std::byte* mine, u32 address, u32 bytes) const {
+  /// The same addresses again; into shared memory, a row every `pitch` bytes.
+  __device__ __forceinline__ void keep(const std::byte* mine, u32 address, u32 bytes, u32 pitch) const {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const auto* from = reinterpret_cast<const std::byte*>(__shfl_sync(kFull, reinterpret_cast<u64>(mine), i));
       const u32 j = first(from), end = from != nullptr ? bytes / static_cast<u32>(sizeof(T)) : 0;
 #pragma unroll
       for (u32 q = 0; q < kSteps; ++q)
-        if (j + 32 * q < end) store_shared(address + i * bytes + (j + 32 * q) * static_cast<u32>(sizeof(T)), piece[i][q]);
+        if (j + 32 * q < end) store_shared(address + i * pitch + (j + 32 * q) * static_cast<u32>(sizeof(T)), piece[i][q]);
     }
   }
   /// The same addresses again, and the destinations; null drops a row.
@@ -204,14 +204,29 @@ __device__ __forceinline__ Way way_of(const CopyGeometry& g, int pair, i64 src, 
   }
   return way;
 }
-/// Lane l brings one pair of rows of the pools (dst < 0: none), up to 32 of them; the warp moves them in every pair of buffers.
+/// Lane l brings the l-th of up to 32 ways; the warp goes them. Scales are asked for before the values and stored behind them: a load
+/// from the host that is waited for on its own costs as much as a row.
+__device__ __forceinline__ void go_ways(int vec, i64 item, const Way& mine, u32 count) {
+  const bool wide = mine.scale != nullptr && vec >= 8;
+  uint2 scale{};
+  if (wide)
+    scale = load_once(reinterpret_cast<const uint2*>(mine.scale));
+  else if (mine.scale != nullptr)
+    copy_scale(vec, mine.scale, mine.scale_to);
+  move_any(vec, mine.from, mine.to, count, static_cast<u32>(item));
+  if (wide) *reinterpret_cast<uint2*>(mine.scale_to) = scale;
+}
+/// Lane l brings one pair of rows of the pools (dst < 0: none), up to 32 of them; the warp moves them in every pair of buffers, a row's two
+/// (keys and values) beside each other.
 __device__ __forceinline__ void move_pool_rows(const CopyGeometry& g, i64 src, i64 dst, u32 rows) {
+  const u32 two = g.pairs == 2, ways = rows << two;
 #pragma unroll 1
-  for (int pair = 0; pair < g.pairs; ++pair) {
+  for (u32 first = 0; first < ways; first += 32) {
+    const u32 w = first + lane_id(), lane = w >> two & 31u;
+    const i64 from = __shfl_sync(kFull, src, lane), to = __shfl_sync(kFull, dst, lane);
     Way way{};
-    if (lane_id() < rows && dst >= 0) way = way_of(g, pair, src, dst);
-    if (way.scale) copy_scale(g.vec, way.scale, way.scale_to);
-    move_any(g.vec, way.from, way.to, rows, static_cast<u32>(g.item));
+    if (w < ways && to >= 0) way = way_of(g, two ? static_cast<int>(w & 1u) : 0, from, to);
+    go_ways(g.vec, g.item, way, min(32u, ways - first));
   }
 }
 

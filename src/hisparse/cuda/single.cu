@@ -16,8 +16,8 @@
 
 #include "cuda/launch.hpp"
 #include "hisparse/cuda/missing.cuh"
+#include "hisparse/cuda/rows.cuh"
 #include "hisparse/cuda/single.hpp"
-#include "hisparse/cuda/ways.cuh"
 
 namespace specstate::hisparse::cuda {
 namespace {

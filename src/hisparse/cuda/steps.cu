@@ -7,7 +7,7 @@
 #include <algorithm>
 
 #include "cuda/launch.hpp"
-#include "hisparse/cuda/ways.cuh"
+#include "hisparse/cuda/rows.cuh"
 #include "hisparse/life.hpp"
 
 namespace specstate::hisparse::cuda {

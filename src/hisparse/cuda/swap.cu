@@ -3,23 +3,26 @@
 // What the time goes into, and hence the shape. A row of the host is two microseconds away and the link brings a hundred rows in one more, so
 // the link must be asked as early as can be, and for each missing token once; where a row goes can be settled while it travels. A warp's
 // scattered access costs a cycle a lane wherever it goes, so each CTA has the request's slot tables in its own shared memory (bulk copies:
-// no instructions). The occurrences are dealt to the CTAs 32 at a time:
+// no instructions). The occurrences are dealt to the CTAs 128 at a time:
 //
 //   tokens, lengths, request -> hints, and the slot tables into shared memory -> resident: answered. Else the host row, and the token is
 //   claimed in a hash table that lies over the shared memory of the cluster; there the smallest occurrence of each token stays. Who was
-//   first to claim a token brings its row: half of the warps (movers) ask the link at once and put the rows into a stash in shared memory
-//   -> the others (the thinking warps) tell all CTAs which columns were hit (one box to each peer: a bulk copy, counted by a barrier in the
-//   receiver's shared memory) -> now all claims are in: each CTA looks up the smallest occurrences of its tokens, and tells all which
-//   of its own occurrences these are -> all know the same and do the same: the misses are numbered (ranks in the set of first occurrences),
-//   the victims chosen (a histogram of the keys, a threshold, one compaction); each CTA writes tables, plan and answers of the tokens that
-//   it claimed -> the stash goes where the victims were (bulk copies), rows that did not fit follow.
+//   first to claim a token lists its row; four warps of each CTA (movers) do nothing but ask the link for what is listed, while the others
+//   are still resolving, and put the rows into a stash in shared memory -> half of the others (the thinking warps) tell all CTAs which
+//   columns were hit (one box to each peer: a bulk copy, counted by a barrier in the receiver's shared memory) -> now all claims are in: each
+//   CTA looks up the smallest occurrences of its tokens, and tells all which of its own occurrences these are -> all know the same and do
+//   the same: the misses are numbered (ranks in the set of first occurrences), the victims chosen (a histogram of the keys, a threshold, one
+//   compaction); each CTA writes tables, plan and answers of the tokens that it claimed -> the stash goes where the victims were (bulk
+//   copies), rows that did not fit follow.
+//
+// Sixteen rows a CTA are on their way at once, not more: requests for host rows queue in front of everything else that an SM asks for, its peers'
+// memory included, and with twice as many the thinking took longer than the rows.
 //
 // A call without a miss ends behind the first boxes. Nobody writes a table before all have sent them, hence have read the tables. Very
 // large tables stay in global memory (kOrdinary false): then the CTAs also meet between the choice of the victims and the writing.
 //
-// The thinking warps hand over to the movers through a barrier that counts (an mbarrier) at which each of their threads arrives: with barriers
-// of the hardware in use among some warps, racecheck takes arrivals at the one for arrivals at the other, and it does not see that a
-// lane may arrive for its warp.
+// The movers meet nobody between the clearing and the end: an entry is handed over by an exchange of its row, taken by a compare-and-swap of
+// the count of rows taken, and where it goes is told by a barrier that counts (an mbarrier). The others meet at a barrier of their own.
 #include <algorithm>
 #include <string>
 
@@ -30,20 +33,21 @@
 namespace specstate::hisparse::cuda {
 namespace {
 
-constexpr u32 kThreads = 512, kWarps = kThreads / 32;
 constexpr u32 kPolicyThreads = 256, kPolicyWarps = kPolicyThreads / 32;  // these do the thinking
-constexpr u32 kMovers = kWarps - kPolicyWarps;                           // these bring rows meanwhile
+constexpr u32 kResolvers = 512;                                          // these and as many others resolve
+constexpr u32 kThreads = kResolvers + 32 * 4, kWarps = kThreads / 32;    // the last warps bring rows
 constexpr u32 kTaken = 0xFFFFFFFFu;                                      // key of a slot that cannot be a victim
 constexpr u32 kBinBits = 11, kBins = 1u << kBinBits;
 constexpr u32 kMostTailMap = 2048;
 constexpr i64 kMostSteps = 64;           // of an ordinary call
 constexpr i64 kMostOccurrences = 65536;  // a number fits into 16 bits
 constexpr u32 kBatch = 4;                // slots that a thread looks at at once
-constexpr u32 kGroup = 4;                // rows that a warp has under way
+constexpr u32 kGroup = 4;                // rows that a warp has under way; two if they are large
 constexpr u32 kMostStash = 256;
 constexpr u32 kClusters[] = {16, 8, 6, 4, 3, 2, 1}, kMostCluster = 16;
 constexpr u32 kPlaceBits = 20;  // of a place in one CTA's part of the table of claims
 using Group = Flight<uint4, kGroup, 2>;
+using Pair = Flight<uint4, 2, 4>;
 // What served() says of an occurrence in a list: its token's place in the table of claims, later the token's first occurrence; or
 constexpr u32 kNowhere = 0x3FFFFFFFu;                       // sglang's state: no host row
 constexpr u32 kInSlot = 0x40000000u, kLastSlot = 0xFFFFFu;  // sglang's state: kInSlot + kLastSlot - slot, found in spite of its index
@@ -57,7 +61,7 @@ struct Plan {
   u32 rows_kept;     // of the lists' rows of the host; the others are read again when it is their turn
   bool tokens_kept;  // so are tokens
   u32 columns_words, hot_words, tail_mask, scratch_words, filter_mask;
-  u32 stash_rows;  // that fit into what is left
+  u32 stash_rows, stash_pitch;  // that fit into what is left; bytes of one
   u32 context, tail;
   // Ordinary calls: strides of the selection and the answers in elements (step, place), of the request's hints and host rows in bytes.
   std::int32_t token_step, token_place, out_step, out_place, hint_bytes, host_bytes;
@@ -79,8 +83,11 @@ struct Shared {             // the fixed part
   u64 told, ranked;         // barriers: all CTAs have told what they saw hit, which occurrences were first
   u64 staged[3];            // the tables are here: tokens, rows, ages
   u64 placed, met;          // it is known where the rows go; the thinking warps of all CTAs have come here
+  u64 resolved;             // the lists are complete
   u32 lists;                // lengths of mine: moves() | again() << 16
+  u32 taken;                // so many rows of the stash have a warp that brings them
   u32 next;                 // the first row that neither the stash nor a warp has taken
+  u32 bad;                  // something that makes the row invalid
   u32 busy;                 // there is something to move
   u32 low, high;            // range of the keys
   u32 bucket, bucket_rest;  // of the n-th smallest key
@@ -98,6 +105,9 @@ struct Now {
   u32 epoch_mask, origin;  // sglang's
   bool restart;            // native
 };
+
+/// What a thread reads that has no tokens to read: a load without a predicate.
+__device__ const int4 no_tokens = {-1, -1, -1, -1};
 
 template <class Args, u32 kDeep, bool kOrdinary>
 struct Swap {
@@ -138,9 +148,14 @@ struct Swap {
   __device__ __forceinline__ u32 occurrences() const { return static_cast<u32>(x.steps * x.top_k); }
   __device__ __forceinline__ u32 hot() const { return static_cast<u32>(x.hot); }
   __device__ __forceinline__ u32 columns() const { return static_cast<u32>(x.hot + x.tail); }
-  /// Number of the i-th occurrence that is mine (they are dealt 32 at a time); those below occurrences() come first.
-  __device__ __forceinline__ u32 occurrence(u32 i) const { return ((i >> 5) * plan.cluster + rank) << 5 | (i & 31u); }
-  __device__ __forceinline__ u32 index(u32 occurrence) const { return plan.by_cluster(occurrence >> 5) << 5 | (occurrence & 31u); }
+  /// Number of the i-th occurrence that is mine (they are dealt 128 at a time); those below occurrences() come first.
+  __device__ __forceinline__ u32 occurrence(u32 i) const { return ((i >> 7) * plan.cluster + rank) << 7 | (i & 127u); }
+  __device__ __forceinline__ u32 index(u32 occurrence) const { return plan.by_cluster(occurrence >> 7) << 7 | (occurrence & 127u); }
+  /// The q-th of a thread's occurrences of a round, as such an i.
+  static constexpr bool kQuads = kOrdinary && kDeep == 4;  // four in a row: one load, one store
+  __device__ __forceinline__ static u32 turn(u32 round, u32 q) {
+    return round + (kQuads ? 4 * threadIdx.x + q : q * kResolvers + threadIdx.x);
+  }
   __device__ __forceinline__ void answer(u32 occurrence, std::int32_t loc) const {
     const u32 step = plan.by_step(occurrence), place = occurrence - step * static_cast<u32>(x.top_k);
     if constexpr (kOrdinary)
@@ -158,6 +173,7 @@ struct Swap {
   }
   __device__ __forceinline__ static void set_bit(u32* set, u32 bit) { atomicOr(set + (bit >> 5), 1u << (bit & 31u)); }
   __device__ __forceinline__ static bool has_bit(const u32* set, u32 bit) { return set[bit >> 5] >> (bit & 31u) & 1u; }
+  __device__ __forceinline__ static void resolvers_barrier() { ptx::barrier_of(2, kResolvers); }
   __device__ __forceinline__ static void policy_barrier() { ptx::barrier_of(1, kPolicyThreads); }
 
   __device__ void padding(std::int32_t sentinel, u32 threads) const {
@@ -181,13 +197,14 @@ struct Swap {
     fill(seen(rank), (plan.columns_words + 3) & ~3u, 0);
     fill(my_first(), plan.slice / 32, 0);
     fill(words(plan.claims), 2 * plan.part, kEmpty);
+    fill(words(plan.row), (plan.stash_rows + 3) & ~3u, kEmpty);
     if constexpr (!kNative<Args>) fill(words(plan.filter), (plan.filter_mask + 1) / 32, 0);
     if (plan.tail_mask) {
       fill(words(plan.tail_key), plan.tail_mask + 1, kEmpty);
       fill(words(plan.tail_column), plan.tail_mask + 1, kEmpty);
     }
     if (threadIdx.x == 0) {
-      s().lists = s().high = 0;
+      s().lists = s().high = s().taken = s().bad = 0;
       s().low = kTaken;
       s().next = plan.stash_rows;
     }
@@ -221,7 +238,7 @@ struct Swap {
     }
     const i64 step = ages_step();
 #pragma unroll 1
-    for (u32 c = threadIdx.x; c < columns(); c += kThreads) {
+    for (u32 c = threadIdx.x < kResolvers ? threadIdx.x : columns(); c < columns(); c += kResolvers) {
       async_word(words(plan.tokens) + c, &x.slot_tokens(r, c));
       async_word(words(plan.locs) + c, &x.slot_locs(r, c));
       if (c < hot()) async_word(words(plan.ages) + c, ages() + c * step);
@@ -263,6 +280,18 @@ struct Swap {
       }
     }
     return a;
+  }
+  __device__ __forceinline__ void ask(u32 round, Asked (&a)[kDeep]) const {
+    if constexpr (kQuads) {
+      const u32 o = occurrence(turn(round, 0));
+      const u32 step = o < occurrences() ? plan.by_step(o) : 0;
+      const std::int32_t* const from = selection + i64{plan.token_step} * step + (o - step * static_cast<u32>(x.top_k));
+      const int4 t = *(o < occurrences() ? reinterpret_cast<const int4*>(from) : &no_tokens);
+      a[0] = {t.x, step, 0}, a[1] = {t.y, step, 0}, a[2] = {t.z, step, 0}, a[3] = {t.w, step, 0};
+    } else {
+#pragma unroll
+      for (u32 q = 0; q < kDeep; ++q) a[q] = ask(turn(round, q));
+    }
   }
   __device__ __forceinline__ std::int32_t length(const Asked& a) const {
     if constexpr (kOrdinary) return s().lengths[a.low];
@@ -310,7 +339,7 @@ struct Swap {
   __device__ __forceinline__ void map_tail() const {
     if (plan.tail_mask == 0) return;
 #pragma unroll 1
-    for (u32 c = hot() + threadIdx.x; c < columns(); c += kThreads) {
+    for (u32 c = hot() + threadIdx.x; c < columns(); c += kResolvers) {
       const std::int32_t t = x.slot_tokens(r, c), loc = x.slot_locs(r, c);
       if (t < 0 || loc < 0) continue;
       u32 p = static_cast<u32>(t) & plan.tail_mask;
@@ -339,9 +368,9 @@ struct Swap {
   __device__ __forceinline__ bool bad_tables() const {
     bool bad = false;
 #pragma unroll 1
-    for (u32 c = rank * kThreads + threadIdx.x; c < columns(); c += plan.cluster * kThreads) bad |= slot_loc(c) >= copy.device_rows;
+    for (u32 c = rank * kResolvers + threadIdx.x; c < columns(); c += plan.cluster * kResolvers) bad |= slot_loc(c) >= copy.device_rows;
 #pragma unroll 1
-    for (u32 c = rank * kThreads + threadIdx.x; c < x.scratch; c += plan.cluster * kThreads)
+    for (u32 c = rank * kResolvers + threadIdx.x; c < x.scratch; c += plan.cluster * kResolvers)
       bad |= x.scratch_locs(r, c) >= copy.device_rows;
     return bad;
   }
@@ -398,14 +427,15 @@ struct Swap {
   }
   __device__ __forceinline__ u32 filter_bit(u32 t) const { return (t * 2654435769u >> 9) & plan.filter_mask; }
 
-  /// Answers what is resident, sets its columns in seen(rank), claims the rest and puts it into my lists. Returns whether the tables are bad.
-  __device__ __forceinline__ bool resolve(const Asked (&begin)[kDeep]) const {
+  /// Answers what is resident, sets its columns in seen(rank), claims the rest and puts it into my lists. Returns whether something makes the
+  /// row invalid.
+  __device__ __forceinline__ bool resolve(const Asked (&begin)[kDeep], i64 real) const {
+    bool bad = false;
     Asked asked[kDeep];
 #pragma unroll
     for (u32 q = 0; q < kDeep; ++q) asked[q] = begin[q];
 #pragma unroll 1
-    for (u32 round = 0; round < plan.slice; round += kDeep * kThreads) {
-      const u32 base = round + threadIdx.x;
+    for (u32 round = 0; round < plan.slice; round += kDeep * kResolvers) {
       u32 h[kDeep];
       std::int32_t token_[kDeep], n[kDeep];
 #pragma unroll
@@ -416,42 +446,47 @@ struct Swap {
         if (kNative<Args> ? token_[q] >= 0 && static_cast<u32>(token_[q]) < plan.context : token_[q] >= static_cast<std::int32_t>(hot()))
           h[q] = hint(token_[q]);
       }
-      if (round + kDeep * kThreads < plan.slice)
-#pragma unroll
-        for (u32 q = 0; q < kDeep; ++q) asked[q] = ask(base + (kDeep + q) * kThreads);
+      if (round + kDeep * kResolvers < plan.slice) ask(round + kDeep * kResolvers, asked);
       if (round == 0) {
+        map_tail();
+#pragma unroll 1
+        for (i64 other = threadIdx.x; other < real; other += kResolvers)
+          if (other != b) bad |= load_wide(x.requests, other, 0) == r;
         await_table(0);
         if (plan.tail > kMostTailMap) await_table(1);
-        __syncthreads();  // the tokens of the slots and the tail's map are complete
+        resolvers_barrier();  // the tokens of the slots and the tail's map are complete
+      }
+      // Look-ups of all before the first is judged, without branches: their latencies then come together.
+      bool in_window = false;
+      std::int32_t holds[kDeep];
+#pragma unroll
+      for (u32 q = 0; q < kDeep; ++q) {
+        const std::int32_t t = token_[q];
+        in_window |= t >= 0 && static_cast<u32>(n[q] - t) <= plan.tail;  // (t < n)
+        if constexpr (!kNative<Args>)                                    // sglang's state: most often in the slot of its own number
+          if (t >= 0 && static_cast<u32>(t) < hot()) h[q] = slot_token(t) == t ? static_cast<u32>(t) : hint(t);
+        holds[q] = slot_token(min(h[q], hot() - 1));
       }
       HostRow asked_row[kDeep];
       u32 columns_[kDeep];
       bool misses[kDeep];
 #pragma unroll
+      for (u32 q = 0; q < kDeep; ++q) columns_[q] = token_[q] >= 0 && h[q] < hot() && holds[q] == token_[q] ? h[q] : kEmpty;
+      if (in_window)  // the tail comes first
+#pragma unroll
+        for (u32 q = 0; q < kDeep; ++q)
+          if (token_[q] >= 0 && static_cast<u32>(n[q] - token_[q]) <= plan.tail)
+            if (const u32 column = in_tail(token_[q]); column != kEmpty) columns_[q] = column;
+#pragma unroll
       for (u32 q = 0; q < kDeep; ++q) {
-        const std::int32_t t = token_[q];
-        u32 column = kEmpty;
-        if (t >= 0) {
-          if (static_cast<u32>(n[q] - t) <= plan.tail) column = in_tail(t);  // (t < n)
-          if (column == kEmpty) {
-            if (!kNative<Args> && static_cast<u32>(t) < hot()) {  // sglang's state: most often in the slot of its own number
-              if (slot_token(t) == t)
-                column = t;
-              else
-                h[q] = hint(t);
-            }
-            if (column == kEmpty && h[q] < hot() && slot_token(h[q]) == t) column = h[q];
-          }
-        }
-        misses[q] = t >= 0 && column == kEmpty;
-        if (misses[q]) asked_row[q] = ask_host(t);
-        columns_[q] = column;
-        if (column != kEmpty) set_bit(seen(rank), column);
+        misses[q] = token_[q] >= 0 && columns_[q] == kEmpty;
+        if (misses[q]) asked_row[q] = ask_host(token_[q]);
+        if (columns_[q] != kEmpty) set_bit(seen(rank), columns_[q]);
       }
 #pragma unroll
       for (u32 q = 0; q < kDeep; ++q) {
         if (!__any_sync(kFull, misses[q])) continue;
-        const u32 o = occurrence(base + q * kThreads), t = static_cast<u32>(token_[q]);
+        const u32 o = occurrence(turn(round, q)), t = static_cast<u32>(token_[q]);
         bool mine = false;
         u32 place = kNowhere, row = kEmpty;
         if (misses[q]) {  // (the claim of a token without a row comes to nothing: nobody finds a row)
@@ -468,17 +503,35 @@ struct Swap {
         if (plan.tokens_kept) token()[e] = t;
         served()[e] = place;
         number()[e] = static_cast<std::uint16_t>(o);
-        if (e < plan.rows_kept) row_of()[e] = row;
+        if (mine && e < plan.rows_kept) atomicExch(row_of() + e, row);  // from here on a mover may take it
         if constexpr (!kNative<Args>) set_bit(words(plan.filter), filter_bit(t));
       }
       if (round == 0) await_table(1);
+      std::int32_t locs[kDeep];
 #pragma unroll
       for (u32 q = 0; q < kDeep; ++q) {
-        const u32 o = occurrence(base + q * kThreads);
-        if (!misses[q] && o < occurrences()) answer(o, columns_[q] != kEmpty ? max(slot_loc(columns_[q]), -1) : -1);
+        const std::int32_t loc = slot_loc(min(columns_[q], columns() - 1));
+        locs[q] = columns_[q] != kEmpty ? max(loc, -1) : -1;
+      }
+      if constexpr (kQuads) {
+        const u32 o = occurrence(turn(round, 0)), step = plan.by_step(o);
+        std::int32_t* const to = answers + i64{plan.out_step} * step + (o - step * static_cast<u32>(x.top_k));
+        if (o >= occurrences()) {
+        } else if (misses[0] | misses[1] | misses[2] | misses[3]) {
+#pragma unroll
+          for (u32 q = 0; q < kDeep; ++q)
+            if (!misses[q]) to[q] = locs[q];
+        } else {
+          *reinterpret_cast<int4*>(to) = make_int4(locs[0], locs[1], locs[2], locs[3]);
+        }
+      } else {
+#pragma unroll
+        for (u32 q = 0; q < kDeep; ++q)
+          if (const u32 o = occurrence(turn(round, q)); !misses[q] && o < occurrences()) answer(o, locs[q]);
       }
     }
-    return bad_tables();
+    ptx::barrier_arrive(&s().resolved);
+    return bad | bad_tables();
   }
 
   /// sglang's state: a token that its index has lost may still sit in a slot. Every slot asks whether this CTA misses its token; the smallest
@@ -527,7 +580,7 @@ struct Swap {
     remote_copy(remote(here, lane_id()), here, bytes, there);
   }
   __device__ __forceinline__ void listen(u64* barrier, u32 parity) const {
-    if (plan.cluster > 1) cluster_barrier_wait(barrier, parity);
+    if (plan.cluster > 1) ptx::barrier_wait(barrier, parity);  // (at the scope of the cluster it would wait for all loads of the SM)
   }
   static __device__ __forceinline__ u32 remote_barrier(u64* barrier, u32 cta) { return remote(ptx::shared(barrier), cta); }
   /// The thinking warps of the whole cluster (not the barrier of the cluster: that one is of all warps).
@@ -596,8 +649,8 @@ struct Swap {
       const u32 w = base + threadIdx.x;
       u32 word = 0;
       if (w < plan.words) {
-        const u32 at = plan.by_cluster(w);
-        word = words(plan.firsts)[(w - at * plan.cluster) * (plan.slice / 32) + at];
+        const u32 at = plan.by_cluster(w / 4);
+        word = words(plan.firsts)[(w / 4 - at * plan.cluster) * (plan.slice / 32) + 4 * at + w % 4];
       }
       u32 total;
       u32 before = warp_sum_before(__popc(word), total);
@@ -934,15 +987,21 @@ struct Swap {
 
   // ------------------------------------------------------------------------------------------------------------- a row
 
-  __device__ __forceinline__ bool read_clock() {
+  __device__ __forceinline__ std::int32_t ask_clock() const {
+    if constexpr (kNative<Args>)
+      return x.clock(r);
+    else
+      return x.policy(0, r);
+  }
+  /// False: it is none.
+  __device__ __forceinline__ bool read_clock(std::int32_t clock) {
     if constexpr (kNative<Args>) {
-      const std::int32_t c = x.clock(r);
-      now.restart = c == layout::kMaxClock;
-      now.call = now.restart ? 1u : static_cast<u32>(c) + 1;
-      return c >= 0 && c <= layout::kMaxClock;
+      now.restart = clock == layout::kMaxClock;
+      now.call = now.restart ? 1u : static_cast<u32>(clock) + 1;
+      return clock >= 0 && clock <= layout::kMaxClock;
     } else {
       const layout::PolicyWord word(x.hot);
-      const u32 control = static_cast<u32>(x.policy(0, r));
+      const u32 control = static_cast<u32>(clock);
       now.restart = false;
       now.call = word.next_epoch(control);
       now.epoch_mask = word.epoch_mask();
@@ -968,26 +1027,77 @@ struct Swap {
     if constexpr (!kNative<Args>) index_loaded(victims);
   }
 
-  __device__ __forceinline__ const std::byte* row_at(u32 e) const { return host_at(copy, 0, host_row_at(e)); }
-  /// The rows that fit into the stash, by the movers: asked for before anybody knows where they go.
-  __device__ __forceinline__ void bring() {
-    const u32 early = min(moves(), plan.stash_rows), item = static_cast<u32>(copy.item), first = (threadIdx.x / 32 - kPolicyWarps) * kGroup;
-#pragma unroll 1
-    for (u32 base = first; base < early; base += kMovers * kGroup) {
-      const u32 e = base + lane_id();
-      const std::byte* const from = lane_id() < kGroup && e < early ? row_at(e) : nullptr;
+  // The rows that fit into the stash are asked for before anybody knows where they go. A warp takes a few of them at once and notes them
+  // in a set: lane l has rows 32 * l to 32 * l + 31.
+  __device__ __forceinline__ u32 at_once() const { return copy.item <= Group::kCover ? kGroup : 2; }
+  __device__ __forceinline__ std::byte* stashed(u32 e) const { return memory + plan.stash + e * plan.stash_pitch; }
+  /// Lane l brings the host row of entry first + l, for l < n.
+  __device__ __forceinline__ void take(u32 first, u32 n, u32 row, u32& taken) const {
+    const std::byte* const from = lane_id() < n ? host_at(copy, 0, row) : nullptr;
+    const u32 item = static_cast<u32>(copy.item), low = max(first, 32 * lane_id()), high = min(first + n, 32 * lane_id() + 32);
+    if (low < high) taken |= below(high - low) << (low & 31u);
+    uint2 scale{};
+    if (copy.paged)
+      scale = load_once(reinterpret_cast<const uint2*>(from ? copy.pair[0].host + layout::paged_scale_offset(row)
+                                                            : reinterpret_cast<const std::byte*>(&nothing)));
+    if (copy.item <= Group::kCover) {
       Group group;
       group.load(from, item / 16);
-      group.keep(from, ptx::shared(memory + plan.stash) + base * item, item);
+      group.keep(from, ptx::shared(stashed(first)), item, plan.stash_pitch);
+    } else {
+      Pair group;
+      group.load(from, item / 16);
+      group.keep(from, ptx::shared(stashed(first)), item, plan.stash_pitch);
+    }
+    if (copy.paged && from) *reinterpret_cast<uint2*>(stashed(first + lane_id()) + item) = scale;
+  }
+  /// While others are resolving: whatever they have found.
+  __device__ __forceinline__ void bring_early(u32& taken) const {
+#pragma unroll 1
+    for (;;) {
+      const bool last = ptx::barrier_passed(&s().resolved, phase);
+      u32 first = 0;
+      if (lane_id() == 0) first = atomicOr(&s().taken, 0u);
+      first = __shfl_sync(kFull, first, 0);
+      const u32 e = first + lane_id();
+      const u32 row = lane_id() < at_once() && e < plan.stash_rows ? atomicOr(row_of() + e, 0u) : kEmpty;
+      const u32 n = __ffs(~__ballot_sync(kFull, row != kEmpty)) - 1;
+      if (n > 0) {
+        bool won = false;
+        if (lane_id() == 0) won = atomicCAS(&s().taken, first, first + n) == first;
+        if (__shfl_sync(kFull, won, 0)) take(first, n, row, taken);
+      } else if (__all_sync(kFull, last)) {
+        return;
+      } else {
+        __nanosleep(40);
+      }
+    }
+  }
+  __device__ __forceinline__ void bring(u32 taken) {
+    const u32 early = min(moves(), plan.stash_rows), item = static_cast<u32>(copy.item);
+#pragma unroll 1
+    for (;;) {
+      u32 first = 0;
+      if (lane_id() == 0) first = atomicAdd(&s().taken, at_once());
+      first = __shfl_sync(kFull, first, 0);
+      if (first >= early) break;
+      const u32 n = min(at_once(), early - first);
+      take(first, n, lane_id() < n ? row_of()[first + lane_id()] : 0, taken);
     }
     ptx::fence_async();
     ptx::barrier_wait(&s().placed, phase);
-    if (s().busy == 0 || first >= early) return;
+    if (s().busy == 0 || __all_sync(kFull, taken == 0)) return;
     __syncwarp();
 #pragma unroll 1
-    for (u32 base = first; base < early; base += kMovers * kGroup)
-      if (const u32 e = base + lane_id(); lane_id() < kGroup && e < early)
-        if (const std::int32_t loc = target()[e]; loc >= 0) ptx::bulk_store(device_at(copy, 0, loc), memory + plan.stash + e * item, item);
+    for (u32 base = 0; base < early; base += 32) {
+      const u32 e = base + lane_id();
+      if (__shfl_sync(kFull, taken, base / 32) >> lane_id() & 1u)
+        if (const std::int32_t loc = target()[e]; loc >= 0) {
+          ptx::bulk_store(device_at(copy, 0, loc), stashed(e), item);
+          if (copy.paged)
+            *reinterpret_cast<uint2*>(copy.pair[0].device + layout::paged_scale_offset(loc)) = *reinterpret_cast<uint2*>(stashed(e) + item);
+        }
+    }
     ptx::bulk_commit();
   }
   /// The others, by whichever warp is free.
@@ -995,22 +1105,12 @@ struct Swap {
     const u32 moves_ = moves();
 #pragma unroll 1
     for (;;) {
-      const u32 step = plan.stash_rows > 0 ? kGroup : 32;
       u32 first = 0;
-      if (lane_id() == 0) first = atomicAdd(&s().next, step);
+      if (lane_id() == 0) first = atomicAdd(&s().next, at_once());
       first = __shfl_sync(kFull, first, 0);
       if (first >= moves_) break;
-      const u32 e = first + lane_id();
-      const bool some = lane_id() < step && e < moves_;
-      const std::int32_t loc = some ? target()[e] : -1;
-      if (plan.stash_rows > 0) {
-        const std::byte* const from = loc >= 0 ? row_at(e) : nullptr;
-        Group group;
-        group.load(from, static_cast<u32>(copy.item) / 16);
-        group.store(from, loc >= 0 ? device_at(copy, 0, loc) : nullptr, static_cast<u32>(copy.item) / 16);
-      } else {
-        move_pool_rows(copy, some ? host_row_at(e) : 0, loc, min(32u, moves_ - first));
-      }
+      const u32 e = first + lane_id(), n = min(at_once(), moves_ - first);
+      move_pool_rows(copy, lane_id() < n ? host_row_at(e) : 0, lane_id() < n ? target()[e] : -1, n);
     }
   }
 
@@ -1022,8 +1122,7 @@ struct Swap {
     i64 real = x.batch;
     if (x.num_real) real = *x.num_real;
     Asked asked[kDeep];
-#pragma unroll
-    for (u32 q = 0; q < kDeep; ++q) asked[q] = ask(q * kThreads + threadIdx.x);
+    ask(0, asked);
     stage_lengths();
     real = min(max(real, i64{0}), x.batch);
     if (b >= real || r < 0 || r >= x.request_slots) {
@@ -1032,39 +1131,46 @@ struct Swap {
     }
     if constexpr (kNative<Args>) hints = static_cast<const std::byte*>(x.token_slots.data) + r * x.token_slots.s0 * x.token_slots.bytes;
     hosts = static_cast<const std::byte*>(x.host_locs.data) + r * x.host_locs.s0 * x.host_locs.bytes;
+    asm("" : "+l"(hints), "+l"(hosts));  // in registers, not from their factors for each token
+    __builtin_assume(__isGlobal(hints)), __builtin_assume(__isGlobal(hosts));
     stage();
-    bool bad = !read_clock();
+    const std::int32_t clock = ask_clock();
     __syncthreads();  // everything is clear
-    map_tail();
-#pragma unroll 1
-    for (i64 other = threadIdx.x; other < real; other += kThreads)
-      if (other != b) bad |= load_wide(x.requests, other, 0) == r;
-    bad |= resolve(asked);
-    ptx::fence_async();
-    bad = __syncthreads_or(bad) != 0;
     bool busy;
-    if (threadIdx.x >= kPolicyThreads) {
-      bring();
+    if (threadIdx.x >= kResolvers) {  // these meet nobody before the end: their rows may be on their way for long
+      u32 taken = 0;
+      bring_early(taken);
+      bring(taken);
       busy = s().busy != 0;
     } else {
-      if constexpr (!kNative<Args>) {
-        ask_slots();
-        ptx::fence_async();
+      bool bad = resolve(asked, real);
+      bad |= !read_clock(clock);
+      if (bad) atomicOr(&s().bad, 1u);
+      ptx::fence_async();
+      resolvers_barrier();
+      if (threadIdx.x >= kPolicyThreads) {
+        ptx::barrier_wait(&s().placed, phase);
+        busy = s().busy != 0;
+      } else {
+        if constexpr (!kNative<Args>) {
+          ask_slots();
+          ptx::fence_async();
+        }
+        if (threadIdx.x == 0) {
+          head(rank) = {moves() + again(), s().bad, {}};
+          ptx::fence_async();
+        }
+        await_table(2);
+        policy_barrier();
+        if (threadIdx.x < 32) tell(plan.box + rank * plan.box_bytes, kOrdinary ? plan.box_bytes : sizeof(Head), &s().told);
+        busy = learn();
+        if (threadIdx.x == 0) s().busy = busy;
+        if (busy)
+          decide();
+        else
+          ptx::barrier_arrive(&s().placed);
+        ptx::barrier_wait(&s().placed, phase);
       }
-      if (threadIdx.x == 0) {
-        head(rank) = {moves() + again(), bad, {}};
-        ptx::fence_async();
-      }
-      await_table(2);
-      policy_barrier();
-      if (threadIdx.x < 32) tell(plan.box + rank * plan.box_bytes, kOrdinary ? plan.box_bytes : sizeof(Head), &s().told);
-      busy = learn();
-      if (threadIdx.x == 0) s().busy = busy;
-      if (busy)
-        decide();
-      else
-        ptx::barrier_arrive(&s().placed);
-      ptx::barrier_wait(&s().placed, phase);
     }
     phase ^= 1;
     busy_phase ^= busy;
@@ -1084,6 +1190,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::barrier_init(&s.ranked, max(plan.cluster - 1, 1u));
     for (u64& barrier : s.staged) ptx::barrier_init(&barrier, 1);
     ptx::barrier_init(&s.placed, kPolicyThreads);
+    ptx::barrier_init(&s.resolved, kResolvers);
     ptx::barrier_init(&s.met, plan.cluster);
     ptx::fence_barriers();
   }
@@ -1181,9 +1288,10 @@ Plan make_plan(const Args& x, u32 cluster, bool ordinary, bool spare) {
 }
 /// What is left becomes the stash.
 void add_stash(Plan& p, const CopyGeometry& copy, u32 most) {
-  if (copy.vec != 16 || copy.item > Group::kCover || copy.pairs != 1 || copy.paged || copy.skip) return;
-  p.stash_rows = std::min({p.slice, kMostStash, (most - p.bytes) / static_cast<u32>(copy.item)});
-  p.bytes += p.stash_rows * static_cast<u32>(copy.item);
+  if (copy.vec != 16 || copy.item > Pair::kCover || copy.pairs != 1 || copy.skip) return;
+  p.stash_pitch = static_cast<u32>(copy.item) + (copy.paged ? 16 : 0);
+  p.stash_rows = std::min({p.slice, kMostStash, (most - p.bytes) / p.stash_pitch});
+  p.bytes += p.stash_rows * p.stash_pitch;
 }
 
 /// Few steps and strides of 32 bits (and tables that fit into shared memory, see below).
@@ -1196,13 +1304,13 @@ bool is_ordinary(const Args& x) {
   return yes;
 }
 
-/// By the occurrences that one thread has.
+/// By the occurrences that one thread has; `quads`: four in a row can be read and answered at once.
 template <class Args>
-auto kernel_for(u32 slice, bool ordinary) {
-  return !ordinary               ? &swap_kernel<Args, 4, false>
-         : slice <= kThreads     ? &swap_kernel<Args, 1, true>
-         : slice <= 2 * kThreads ? &swap_kernel<Args, 2, true>
-                                 : &swap_kernel<Args, 4, true>;
+auto kernel_for(u32 slice, bool ordinary, bool quads) {
+  return !ordinary                           ? &swap_kernel<Args, 4, false>
+         : slice <= kResolvers               ? &swap_kernel<Args, 1, true>
+         : slice <= 2 * kResolvers || !quads ? &swap_kernel<Args, 2, true>
+                                             : &swap_kernel<Args, 4, true>;
 }
 /// How many clusters of so many CTAs fit on the GPU at once (asked once).
 template <class Args>
@@ -1212,8 +1320,8 @@ i64 clusters_at_once(u32 cluster) {
   };
   static const Fit fit = [] {
     const int most = specstate::cuda::device_info().shared_bytes - 1024;
-    for (const auto kernel : {kernel_for<Args>(1, true), kernel_for<Args>(2 * kThreads, true), kernel_for<Args>(4 * kThreads, true),
-                              kernel_for<Args>(1, false)}) {
+    for (const auto kernel : {kernel_for<Args>(1, true, true), kernel_for<Args>(2 * kResolvers, true, true),
+                              kernel_for<Args>(4 * kResolvers, true, true), kernel_for<Args>(1, false, true)}) {
       SPECSTATE_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
       SPECSTATE_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most));
     }
@@ -1226,7 +1334,7 @@ i64 clusters_at_once(u32 cluster) {
       config.gridDim = size, config.blockDim = kThreads, config.dynamicSmemBytes = static_cast<std::size_t>(most);
       config.attrs = &attribute, config.numAttrs = 1;
       int clusters = 0;
-      SPECSTATE_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&clusters, kernel_for<Args>(1, true), &config));
+      SPECSTATE_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&clusters, kernel_for<Args>(1, true, true), &config));
       f.clusters[size] = clusters;
     }
     return f;
@@ -1272,6 +1380,10 @@ void run_swap(const Args& x, Stream stream) {
     plan = make_plan(x, *size, ordinary, spare);
   }
   const u32 cluster = *size;
+  const auto fours = [](const auto& v) {
+    return reinterpret_cast<std::uintptr_t>(v.data) % 16 == 0 && v.s0 % 4 == 0 && v.s1 % 4 == 0 && v.s2 == 1;
+  };
+  const bool quads = x.top_k % 4 == 0 && fours(x.tokens) && fours(x.out);
   add_stash(plan, copy, most);
   specstate::cuda::Launch shape;
   shape.grid = clusters_for(x.batch, cluster, x.sm_budget) * cluster;
@@ -1279,7 +1391,7 @@ void run_swap(const Args& x, Stream stream) {
   shape.shared = plan.bytes;
   shape.cluster = cluster;
   shape.overlap = true;
-  specstate::cuda::launch(kernel_for<Args>(plan.slice, ordinary), shape, stream, x, copy, plan);
+  specstate::cuda::launch(kernel_for<Args>(plan.slice, ordinary, quads), shape, stream, x, copy, plan);
 }
 
 }  // namespace
