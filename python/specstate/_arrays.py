@@ -5,6 +5,7 @@ that may be none; `empty_like` makes a result of the kind of an argument, alloca
 """
 
 import sys
+from operator import index
 
 from ._arguments import refusal
 from ._library import function, look, not_handed_over
@@ -145,13 +146,16 @@ def tensor(name, x):
 def is_cuda(x):
     """Does the array live on a GPU?"""
     device = getattr(x, "__dlpack_device__", None)
-    return device is not None and int(device()[0]) in (2, 13)  # kDLCUDA, kDLCUDAManaged
+    try:
+        return device is not None and int(device()[0]) in (2, 13)  # kDLCUDA, kDLCUDAManaged
+    except Exception:  # no array: its check says so
+        return False
 
 
 def shape_of(name, x, ndim=None):
     """The shape of an argument, as a tuple; of `ndim` dimensions if that is given."""
     try:
-        shape, _ = tuple(x.shape), x.dtype
+        shape, _ = tuple(map(index, x.shape)), x.dtype
     except (AttributeError, TypeError):
         raise refusal(TypeError, f"{name}: expected an array that supports DLPack, got {type(x).__name__}.") from None
     except Exception as error:  # tvm-ffi's, of complex numbers

@@ -1,6 +1,7 @@
 """The CUDA stream of a call: the given one, else the framework's current stream; 0 for CPU tensors."""
 
 import sys
+from operator import index
 
 from ._arguments import kind_of, refusal, shown
 
@@ -18,25 +19,28 @@ def stream_handle(stream, like):
     if stream is None:
         current = _current_of.get(type(like))
         if current is not None:
-            index = like.get_device()  # -1: a CPU
-            return current(index) if index >= 0 else 0
+            device = like.get_device()  # -1: a CPU
+            return current(device) if device >= 0 else 0
         # While another thread imports a framework for the first time its module is there before its classes.
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(like, getattr(torch, "Tensor", ())):
-            _current_of[type(like)] = _of_torch(torch)
-            return stream_handle(None, like)
+            current, device = _of_torch(torch), like.get_device()
+            if type(like).__module__.partition(".")[0] == "torch":  # not every class that a program derives, and drops again
+                _current_of[type(like)] = current
+            return current(device) if device >= 0 else 0
         cupy = sys.modules.get("cupy")
         if cupy is not None and isinstance(like, getattr(cupy, "ndarray", ())):
             return cupy.cuda.get_current_stream().ptr
         return 0
-    handle = stream
-    protocol = getattr(stream, "__cuda_stream__", None)
-    if protocol is not None:
-        handle = (protocol() if callable(protocol) else protocol)[1]
-    elif not isinstance(stream, int):
-        handle = getattr(stream, "cuda_stream", getattr(stream, "ptr", None))
-    if not isinstance(handle, int):
-        raise refusal(TypeError, f"stream: expected an int or a CUDA stream object, got {kind_of(stream)}.")
+    try:
+        protocol = getattr(stream, "__cuda_stream__", None)
+        if protocol is not None:
+            handle = (protocol() if callable(protocol) else protocol)[1]
+        else:
+            handle = stream if hasattr(stream, "__index__") else getattr(stream, "cuda_stream", getattr(stream, "ptr", None))
+        handle = int(index(handle))
+    except Exception:  # what an object of another kind says
+        raise refusal(TypeError, f"stream: expected an int or a CUDA stream object, got {kind_of(stream)}.") from None
     if not 0 <= handle < 2**63:
         raise refusal(ValueError, f"stream: expected a handle of 64 bits, got {shown(handle)}.")
     return handle

@@ -149,11 +149,9 @@ def materialize_into_pool(
     """
     packed = None
     if isinstance(kv_weight, KvProjection):
-        packed, bias, kv_weight = kv_weight._packed, kv_weight._bias, kv_weight._weight
-        if kv_weight is not None:
-            if kv_bias is not None:
-                raise ValueError("materialize_into_pool: projection: expected either packed or plain weights, got both.")
-            kv_bias = bias
+        if kv_bias is not None:
+            raise refusal(ValueError, "kv_bias: expected none beside a KvProjection, which has its own: either packed or plain weights, got both.")
+        packed, kv_bias, kv_weight = kv_weight._packed, kv_weight._bias, kv_weight._weight
     _materialize(
         ctx_hidden,
         packed,
@@ -281,7 +279,11 @@ class FusedKVMaterializeHelper:
     def __init__(self, layers, rotary_emb, num_kv_heads, head_dim, device, max_position_hint=None):
         self.num_kv_heads = num_kv_heads = integer("num_kv_heads", num_kv_heads)
         self.head_dim = head_dim = integer("head_dim", head_dim)
-        if not hasattr(layers, "__len__") or isinstance(layers, (str, bytes, dict)):
+        try:
+            several = len(layers) >= 0 and not isinstance(layers, (str, bytes, dict))
+        except TypeError:
+            several = False
+        if not several:
             raise refusal(TypeError, f"layers: expected a sequence of layers with self_attn, got {kind_of(layers)}.")
         for i, layer in enumerate(layers):
             for path in _LAYER:

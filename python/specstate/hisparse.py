@@ -65,6 +65,11 @@ _OUT = {"top_k_device_locs": "out"}  # the library's name: this module's
 _INFER = -(2**63)  # kInfer of the C++ interface: take the size from the tensors
 
 
+def _positions(n):
+    """How many are allocated: none of a number that no call takes."""
+    return n if n < 2**31 else 0
+
+
 def _hint(op, name, value, high=None):
     value = integer(name, value)
     if value < 1 or (high is not None and value > high):
@@ -95,6 +100,12 @@ describe(
 )
 
 
+def _below(n, name):
+    if n >= 2**31:
+        raise refusal(ValueError, f"{name}: expected below 2^31, got {n}.")
+    return n
+
+
 def _dtype(x):
     """"int32" of NumPy's int32 and of torch.int32."""
     return str(x.dtype).rpartition(".")[2]
@@ -103,7 +114,7 @@ def _dtype(x):
 def new_swap_state(slot_locs, hot, context):
     """An empty SwapState around `slot_locs` [R, H+P] int32, for `hot` = H slots (1 to H+P) and `context` = L positions."""
     requests, width = shape_of("slot_locs", slot_locs, 2)
-    hot, context = integer("hot", hot), size("context", context)
+    hot, context = integer("hot", hot), _below(size("context", context), "context")
     if not 1 <= hot <= width:
         raise refusal(ValueError, f"hot: expected 1 to the {width} columns of slot_locs, got {hot}.")
     if _dtype(slot_locs) != "int32":
@@ -239,7 +250,7 @@ def swap_in_single(
     """
     if out is None:
         rows, entries = shape_of("top_k_tokens", top_k_tokens, 2)
-        out = empty_like(top_k_tokens, (rows, entries * size("sparse_block_size", sparse_block_size)), "int32")
+        out = empty_like(top_k_tokens, (rows, _positions(entries * size("sparse_block_size", sparse_block_size))), "int32")
     arguments = dict(locals(), paged=_paged(layout), top_k_device_locs=array_out("out", out))
     try:
         _single("swap_in_single", **arguments)
@@ -373,7 +384,7 @@ def new_spec_state(scratch_locs, hot, occurrences):
     requests = shape_of("scratch_locs", scratch_locs, 2)[0]
     if _dtype(scratch_locs) != "int32":
         raise refusal(ValueError, f"scratch_locs: expected dtype int32, got {_dtype(scratch_locs)}.")
-    hot, occurrences = size("hot", hot), size("occurrences", occurrences)
+    hot, occurrences = _below(size("hot", hot), "hot"), _below(size("occurrences", occurrences), "occurrences")
     index = empty_like(scratch_locs, (requests, 2, 1 << max(1, (2 * hot - 1).bit_length())), "int64")
     policy = empty_like(scratch_locs, (requests + 1, hot), "int32")
     columns = max(4 * requests, 5 * occurrences)

@@ -14,6 +14,23 @@ import specstate
 from specstate import draft_kv, hisparse, kda
 from specstate._supports import OPERATIONS
 
+class Plain:
+    """An array that has what DLPack asks for and no more."""
+
+    def __init__(self, x):
+        self.x, self.dtype = x, x.dtype
+
+    @property
+    def shape(self):
+        return self.x.shape
+
+    def __dlpack_device__(self):
+        return self.x.__dlpack_device__()
+
+    def __dlpack__(self, **options):
+        return self.x.__dlpack__(**options)
+
+
 WRONG = [object(), "x", 1.5j, {}, [object()]]
 # Accepted and ignored, for the sake of sglang's signatures.
 IGNORED = {"page_size", "cache_steps", "match_cutedsl_decode", "device"}
@@ -129,6 +146,59 @@ def test_coordinator():
         for p in parameters(f):
             for wrong in WRONG:
                 refuses(lambda: f(**{**filled, p.name: wrong}), p.name)
+
+
+class Stream:
+    """Not one: it raises whatever it is asked for."""
+
+    @property
+    def cuda_stream(self):
+        raise RuntimeError("no stream")
+
+
+def test_streams():
+    """An integer of any library or an object with a handle; what else is there is refused by name, whatever it says itself."""
+    ids = np.ones((2, 4), np.int32)
+    for good in (0, np.int64(0), True, types.SimpleNamespace(ptr=7), types.SimpleNamespace(__cuda_stream__=lambda: (0, 7)), types.SimpleNamespace(__cuda_stream__=(0, 7))):
+        specstate.accept.verify_greedy(ids, ids, stream=good)
+    for wrong in (
+        "0", 1.5, Stream(), types.SimpleNamespace(cuda_stream="x"), types.SimpleNamespace(__cuda_stream__=lambda: 3), types.SimpleNamespace(__cuda_stream__=(0,)),
+    ):  # fmt: skip
+        refuses(lambda: specstate.accept.verify_greedy(ids, ids, stream=wrong), "stream")
+
+
+def test_sizes_that_no_call_takes():
+    """Refused by name before anything of that size is asked of the framework."""
+    locs, single = np.zeros((1, 4), np.int32), {**CALLS["swap_in_single"](), "out": None}
+    for wrong in (2**31, 2**40, 2**62, -1):
+        refuses(lambda: hisparse.new_swap_state(locs, 2, wrong), "context")
+        refuses(lambda: hisparse.new_spec_state(locs, wrong, 4), "hot")
+        refuses(lambda: hisparse.new_spec_state(locs, 2, wrong), "occurrences")
+        with pytest.raises(ValueError, match="sparse_block_size: expected|must be >= selected tokens"):  # sglang's text
+            hisparse.swap_in_single(**{**single, "sparse_block_size": wrong})
+
+
+def test_a_packed_projection_has_its_bias():
+    call = CALLS["materialize_into_pool"]()
+    packed = draft_kv.KvProjection(call["kv_weight"])
+    refuses(lambda: draft_kv.materialize_into_pool(**{**call, "kv_weight": packed, "kv_bias": np.zeros((2, 16), np.float32)}), "kv_bias")
+
+
+class OddShape(Plain):
+    @property
+    def shape(self):
+        return (2, "x")
+
+
+class OddDevice(Plain):
+    def __dlpack_device__(self):
+        return ("a", None)
+
+
+def test_shapes_and_devices_that_are_none():
+    ids = np.ones((2, 4), np.int32)
+    refuses(lambda: specstate.accept.verify_greedy(OddShape(ids), ids), "candidates")
+    refuses(lambda: draft_kv.KvProjection(OddDevice(ids)), "kv_weight")
 
 
 def test_integers_of_a_coordinator():

@@ -376,6 +376,17 @@ def test_errors_of_the_caller_are_errors(tree):
         function("copy_cache_planned_mla")(**{**plan(), "miss_dst": np.zeros((1, 3), np.float32)})
 
 
+@pytest.mark.parametrize("wrong", [5, "x", None, object(), np.zeros(()), [object()]], ids=repr)
+def test_nonsense_is_refused_by_name(tree, wrong):
+    tree()
+    drop_in.install()
+    x = np.zeros((1, 4, 1, 64), np.float32)
+    with pytest.raises((TypeError, ValueError), match=r"fused_sigmoid_gating_delta_rule_update: q: expected .*, got "):
+        function("fused_sigmoid_gating_delta_rule_update")(*[np.zeros(1)] * 3, 1.0, 20.0, wrong, x, x, *[np.zeros(1)] * 3, is_kda=True)
+    with pytest.raises(TypeError, match="FusedKVMaterializeHelper: layers: expected "):
+        function("FusedKVMaterializeHelper")(wrong, None, 1, 8, "cpu")
+
+
 def fake_torch(monkeypatch, capability):
     import types
 

@@ -140,10 +140,11 @@ def _dtype(x):
 
 def _uncovered(x, name):
     """Why our kernels do not take a call with this array of heads; None if they may."""
-    if x is None:
-        return None
-    if x.shape[-1] not in (64, 128):
-        return f"head dimension {x.shape[-1]} of {name} is not 64 or 128"
+    shape = getattr(x, "shape", ())
+    if not isinstance(shape, tuple) or not shape:
+        return None  # no array of heads: refused by name
+    if shape[-1] not in (64, 128):
+        return f"head dimension {shape[-1]} of {name} is not 64 or 128"
     if _dtype(x) not in ("bfloat16", "float32"):
         return f"dtype {_dtype(x)} of {name} is not bfloat16 or float32"
     return None
@@ -198,7 +199,10 @@ def _replacement_class(target, ours, original):
         __wrapped__ = original
 
         def __new__(cls, layers, *args, **kwargs):
-            weights = [layer.self_attn.qkv_proj.weight for layer in layers]
+            try:
+                weights = [layer.self_attn.qkv_proj.weight for layer in layers]
+            except (AttributeError, TypeError):
+                weights = []  # no layers: refused by name
             if any(map(_on_gpu, weights)) and not _cuda_built():
                 _log.info("%s: sglang's own is in use: this build of specstate has no CUDA kernel for it", target.name)
                 return original(layers, *args, **kwargs)
