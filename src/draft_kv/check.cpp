@@ -69,16 +69,21 @@ std::vector<LayerPool> layer_pools(const std::vector<TensorView>& views) {
   return pools;
 }
 
-/// The divisor of each layer: 1 where none is given; anything else needs an fp8 pool.
-std::vector<float> scales(Checker& check, const char* name, const TensorView& t, std::int64_t layers, DType pool) {
-  std::vector<float> values(layers, 1.0f);
-  if (!t.given()) return values;
+/// A scale that comes as a CPU scalar is one of the call's numbers.
+bool is_number(const TensorView& scale) { return scale.ndim == 0 && scale.device.type == DeviceType::kCpu; }
+
+void check_scale(Checker& check, const char* name, const TensorView& t, std::int64_t layers) {
+  if (!t.given()) return;
   check.arg(name, t).dtype({DType::kFloat32, DType::kFloat64});
   check.require(t.ndim == 0 || (t.ndim == 1 && t.sizes[0] == layers), name, "a number or shape [L=" + std::to_string(layers) + "]",
                 shape_text(t));
-  const bool number = t.ndim == 0 && t.device.type == DeviceType::kCpu;  // comes as a CPU scalar, and is one of the call's numbers
-  if (!number) check.arg(name, t).same_device();
-  if (!number && !core::host_reads(t)) return values;  // read by the kernel
+  if (!is_number(t)) check.arg(name, t).same_device();
+}
+
+/// The divisor of each layer: 1 where none is given; anything else needs an fp8 pool.
+std::vector<float> scales(const Checker& check, const char* name, const TensorView& t, std::int64_t layers, DType pool) {
+  std::vector<float> values(layers, 1.0f);
+  if (!t.given() || (!is_number(t) && !core::host_reads(t))) return values;  // read by the kernel
   for (std::int64_t l = 0; l < layers; ++l) {
     const std::int64_t offset = t.ndim == 0 ? 0 : l * t.strides[0];
     const double scale = t.dtype == DType::kFloat64 ? t.as<double>()[offset] : t.as<float>()[offset];
@@ -165,7 +170,6 @@ MaterializeArgs check(const MaterializeIntoPoolParams& p) {
   }
   check.arg("k_norm_weight", p.k_norm_weight).required().dtype(kFloats).shape({L, D}).same_device();
   check.arg("eps", p.eps).required().dtype(DType::kFloat32).shape({L}).same_device();
-  check_eps(check, p.eps);
   auto table = check.arg("cos_sin_cache", p.cos_sin_cache).required().dtype(kFloats);
   p.cos_sin_cache.ndim == 3 ? table.shape({L, P, R}) : table.shape({P, R});
   table.same_device();
@@ -202,11 +206,14 @@ MaterializeArgs check(const MaterializeIntoPoolParams& p) {
   a.norm_rope = {p.k_norm_weight, p.eps, p.cos_sin_cache, D, R, p.is_neox_style, p.round_after_norm, io};
   a.k = layer_pools(k), a.v = layer_pools(v);
   a.k_dtype = k[0].dtype, a.v_dtype = v[0].dtype;
-  a.k_scale = scales(check, "k_scale", p.k_scale, L, a.k_dtype);
-  a.v_scale = scales(check, "v_scale", p.v_scale, L, a.v_dtype);
+  check_scale(check, "k_scale", p.k_scale, L);
+  check_scale(check, "v_scale", p.v_scale, L);
   a.layers = L, a.heads = N, a.v_head_dim = Dv;
   if (p.ctx_hidden.device.type == DeviceType::kCuda) a.workspace = workspace(check, p);
   check.outputs_apart();
+  check_eps(check, p.eps);  // from here on what the tensors hold
+  a.k_scale = scales(check, "k_scale", p.k_scale, L, a.k_dtype);
+  a.v_scale = scales(check, "v_scale", p.v_scale, L, a.v_dtype);
   a.tokens = T, a.window = p.slot_mapping.ndim == 2 ? W.value() : std::max<std::int64_t>(T, 1), a.slots = slots;
   if (!core::host_reads(p.ctx_hidden)) {
     a.kv_weight = p.kv_weight, a.kv_bias = p.kv_bias;
@@ -273,12 +280,12 @@ FusedNormRopeStackedArgs check(const FusedNormRopeStackedParams& p) {
   check.arg("kv", p.kv).dtype(kFloats).same_device();
   check.arg("k_norm_weight", p.k_norm_weight).dtype(kFloats).same_device();
   check.arg("eps", p.eps).dtype(DType::kFloat32).same_device();
-  check_eps(check, p.eps);
   check.arg("cos_sin_cache", p.cos_sin_cache).required().dtype(kFloats).shape({P, R}).same_device();
   check.arg("positions", p.positions).required().dtype(kIndices).shape({T}).same_device();
   check.arg("k_out", p.k_out).written();
   check.arg("v_out", p.v_out).written();
   check.outputs_apart();
+  check_eps(check, p.eps);
   if (core::host_reads(p.kv))
     for (std::int64_t t = 0; t < T; ++t) {
       const std::int64_t position = core::load_index(p.positions, t);

@@ -606,6 +606,36 @@ DeferArgs check(const DeferFoldParams& p) {
   return a;
 }
 
+namespace {
+/// What the indices of one item hold, and the copies that they ask for.
+void read_rollback(const Checker& check, const RollbackConvWindowsParams& p, RollbackArgs& a) {
+  SeenOnce once(check, "slots", "slots and track slots that are written at most once");
+  TrackApart apart(check, "track_slots");
+  const auto add = [&](const char* slot_name, const char* step_name, std::int64_t n, std::int64_t slot, std::int64_t step) {
+    if (slot < 0 || step < 0) return false;
+    const std::int64_t row = p.rows.given() ? load_index(p.rows, n) : n;
+    check.require(slot < a.slot_count, slot_name, "slots below pool=" + std::to_string(a.slot_count) + ", or < 0 to skip",
+                  std::to_string(slot) + " at " + std::to_string(n));
+    check.require(step < a.steps, step_name, "steps below " + std::to_string(a.steps) + ", or < 0 to skip",
+                  std::to_string(step) + " at " + std::to_string(n));
+    check.require(row >= 0 && row < a.row_count, "rows", "rows below " + std::to_string(a.row_count),
+                  std::to_string(row) + " at " + std::to_string(n));
+    once.add(slot);
+    a.copies.push_back({slot, row, step});
+    return true;
+  };
+  for (std::int64_t n = 0; n < a.N; ++n) {
+    add("slots", "last_correct_step", n, load_index(p.slots, n), load_index(p.last_correct_step, n));
+    apart.request(load_index(p.slots, n));
+    if (!p.track_slots.given()) continue;
+    const std::int64_t track = load_index(p.track_slots, n);
+    if (add("track_slots", "track_steps", n, track, load_index(p.track_steps, n))) apart.track(track, n);
+  }
+  once.finish();
+  apart.finish();
+}
+}  // namespace
+
 std::vector<RollbackArgs> check(const RollbackConvWindowsParams* params, std::int64_t count) {
   std::vector<RollbackArgs> all;
   Checker check("rollback_conv_windows");  // of all items: no pool may hold what another one's windows or indices are read from
@@ -629,35 +659,11 @@ std::vector<RollbackArgs> check(const RollbackConvWindowsParams* params, std::in
     a.channels = C, a.N = N, a.slot_count = pool, a.row_count = rows, a.steps = steps;
     a.slots = device_index(p.slots), a.steps_of = device_index(p.last_correct_step), a.rows = device_index(p.rows);
     a.track_slots = device_index(p.track_slots), a.track_steps = device_index(p.track_steps);
-    if (host_reads(p.pool)) {
-      SeenOnce once(check, "slots", "slots and track slots that are written at most once");
-      TrackApart apart(check, "track_slots");
-      const auto add = [&](const char* slot_name, const char* step_name, std::int64_t n, std::int64_t slot, std::int64_t step) {
-        if (slot < 0 || step < 0) return false;
-        const std::int64_t row = p.rows.given() ? load_index(p.rows, n) : n;
-        check.require(slot < pool, slot_name, "slots below pool=" + std::to_string(pool) + ", or < 0 to skip",
-                      std::to_string(slot) + " at " + std::to_string(n));
-        check.require(step < steps, step_name, "steps below " + std::to_string(steps) + ", or < 0 to skip",
-                      std::to_string(step) + " at " + std::to_string(n));
-        check.require(row >= 0 && row < rows, "rows", "rows below " + std::to_string(rows),
-                      std::to_string(row) + " at " + std::to_string(n));
-        once.add(slot);
-        a.copies.push_back({slot, row, step});
-        return true;
-      };
-      for (std::int64_t n = 0; n < N; ++n) {
-        add("slots", "last_correct_step", n, load_index(p.slots, n), load_index(p.last_correct_step, n));
-        apart.request(load_index(p.slots, n));
-        if (!p.track_slots.given()) continue;
-        const std::int64_t track = load_index(p.track_slots, n);
-        if (add("track_slots", "track_steps", n, track, load_index(p.track_steps, n))) apart.track(track, n);
-      }
-      once.finish();
-      apart.finish();
-    }
     all.push_back(std::move(a));
   }
   check.outputs_apart();
+  for (std::int64_t i = 0; i < count; ++i)
+    if (host_reads(params[i].pool)) read_rollback(check, params[i], all[i]);
   return all;
 }
 

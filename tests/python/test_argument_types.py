@@ -233,11 +233,14 @@ def test_integers_of_a_coordinator():
 
 def test_shapes_are_checked_before_contents():
     """What the arguments hold is looked at after all of them fit, so the call says what `supports` says."""
-    plan, sampled = CALLS["plan_verify_lengths"](), CALLS["verify_rejection"]()
+    plan, sampled, pools = CALLS["plan_verify_lengths"](), CALLS["verify_rejection"](), CALLS["materialize_into_pool"]()
     for name, call, argument in (
         ("plan_verify_lengths", {**plan, "confidences": plan["confidences"] + 2, "out": np.zeros(3, np.int32)}, "out"),
         ("plan_verify_lengths", {**plan, "max_lens": -plan["max_lens"], "out": np.zeros(2, np.int64)}, "out"),
         ("verify_rejection", {**sampled, "uniforms": sampled["uniforms"] - 2, "verify_lens": np.ones(3, np.int32)}, "verify_lens"),
+        ("materialize_into_pool", {**pools, "eps": -pools["eps"], "positions": np.arange(4)}, "positions"),
+        ("materialize_into_pool", {**pools, "k_scale": np.zeros(2, np.float32), "v_pool": pools["v_pool"][..., :0]}, "v_pool"),
+        ("fused_norm_rope_stacked", {**CALLS["fused_norm_rope_stacked"](), "eps": np.full(2, np.nan, np.float32), "positions": np.arange(4)}, "positions"),
         ("verify_greedy", {**CALLS["verify_greedy"](), "verify_lens": np.full(2, 9, np.int32), "out": (np.zeros(2, np.int32), np.zeros(2, np.int32))}, "out_tokens"),
     ):
         refuses(lambda: operation(name)(**call), argument)
