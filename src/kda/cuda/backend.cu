@@ -168,7 +168,7 @@ void launch_fold(FoldCall a, Stream stream) {
   const std::int64_t items = a.layers * a.N * a.HV;
   const launching::DeviceInfo& device = launching::device_info();
   if (in_rows(a) && !forced().rows) {
-    const int rows = items <= device.multiprocessors ? 2 : 4;  // few heads: in smaller parts
+    const int rows = items <= 3 * device.multiprocessors ? 2 : 4;  // few heads: in smaller parts
     const dim3 grid(blocks(a.HV * 128 / (kRowUnit * rows)), static_cast<unsigned>(a.N), static_cast<unsigned>(a.layers));
     launching::launch(fold_rows(f.state_bf16, rows), {.grid = grid, .block = kThreads, .overlap = forced().overlap}, stream, rows_call(a));
     return;
