@@ -64,9 +64,13 @@ def size(name, x):
 
 def integers(name, xs):
     """A sequence of integers, as a list."""
-    if isinstance(xs, (str, bytes, dict)) or not hasattr(xs, "__iter__"):
+    try:
+        parts = None if isinstance(xs, (str, bytes, dict)) else iter(xs)
+    except TypeError:  # arrays without dimensions among what has __iter__
+        parts = None
+    if parts is None:
         raise refusal(TypeError, f"{name}: expected a sequence of integers, got {kind_of(xs)}.")
-    return [integer(name, x) for x in xs]
+    return [integer(name, x) for x in parts]
 
 
 def number(name, x):

@@ -542,7 +542,7 @@ def transfer_cache_dsv4_mla(src_ptrs, dst_ptrs, src_indices, dst_indices, block_
 
 
 def _sequence(name, xs):
-    if not isinstance(xs, (list, tuple)) and not hasattr(xs, "tolist"):
+    if not isinstance(xs, (list, tuple)) and not getattr(xs, "shape", ()):
         raise refusal(TypeError, f"{name}: expected a sequence with an integer or None for each layer, got {kind_of(xs)}.")
     return xs
 
@@ -651,7 +651,7 @@ class Coordinator:
 
     def append(self, request, count, *, source="staged", stream=None):
         """Commits `count` positions that every layer has staged (source="staged") or that others wrote to the host rows (source="host")."""
-        if source not in ("staged", "host"):
+        if not isinstance(source, str) or source not in ("staged", "host"):
             raise ValueError(f"Coordinator: source: expected 'staged' or 'host', got {source!r}.")
         self._call("append", source == "host", self._stream(stream), request=request, count=count)
 
@@ -706,7 +706,7 @@ class Coordinator:
         top_k_tokens, seq_lens and requests as in `swap`."""
         if out is None:
             shape = shape_of("top_k_tokens", top_k_tokens)
-            out = empty_like(top_k_tokens, shape[:2] if len(shape) == 3 else (shape[0], 1), "int32")
+            out = empty_like(top_k_tokens, shape[:2] if len(shape) == 3 else (*shape[:1], 1), "int32")
         rounds = self._call(
             "plan_rounds", array_in("top_k_tokens", top_k_tokens), array_in("seq_lens", seq_lens), array_in("requests", requests),
             array_out("out", out), layer=layer,

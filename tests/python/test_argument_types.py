@@ -32,6 +32,7 @@ class Plain:
 
 
 WRONG = [object(), "x", 1.5j, {}, [object()]]
+WORDS = [np.array("x"), np.array(["x", "y"])]  # whose comparisons and iterations raise
 # Accepted and ignored, for the sake of sglang's signatures.
 IGNORED = {"page_size", "cache_steps", "match_cutedsl_decode", "device"}
 
@@ -119,9 +120,10 @@ def test_helpers_and_supports():
 def test_install():
     from specstate import sglang
 
-    for wrong in [*WRONG, 5]:
+    for wrong in [*WRONG, *WORDS, 5]:
         refuses(lambda: sglang.install(only=wrong), "only")
-        refuses(lambda: sglang.install(only="kda", strict=wrong) if wrong != 5 else sglang.install(only=5), "strict" if wrong != 5 else "only")
+    for wrong in [*WRONG, *WORDS]:
+        refuses(lambda: sglang.install(only="kda", strict=wrong), "strict")
 
 
 COORDINATOR = dict(host_cache=[np.zeros((64, 8), np.uint8)], device_buffer=[np.zeros((64, 8), np.uint8)], requests=2, hot=8, window=2, context=20)
@@ -130,7 +132,7 @@ INTEGERS = {"tokens", "request", "count", "position", "layer", "anchor", "j", "r
 
 def test_coordinator():
     for p in parameters(hisparse.Coordinator):
-        for wrong in WRONG:
+        for wrong in WRONG + WORDS:
             refuses(lambda: hisparse.Coordinator(**{**COORDINATOR, p.name: wrong}), p.name)
     c = hisparse.Coordinator(**COORDINATOR)
     ids = np.zeros((1, 1), np.int32)
@@ -144,7 +146,7 @@ def test_coordinator():
         if name in ("open_step", "close_step"):
             filled |= {key: ids[0] for key in ("widths", "accepted") if key in filled}
         for p in parameters(f):
-            for wrong in WRONG:
+            for wrong in WRONG + WORDS:
                 refuses(lambda: f(**{**filled, p.name: wrong}), p.name)
 
 

@@ -232,7 +232,10 @@ def _swap(old, new):
 def _chosen(only):
     if only is None:
         return _TARGETS
-    names = [n.strip() for n in only.split(",")] if isinstance(only, str) else list(only) if hasattr(only, "__iter__") else [only]
+    try:
+        names = [n.strip() for n in only.split(",")] if isinstance(only, str) else list(only)
+    except TypeError:
+        names = [only]
     known = {*_FAMILIES, *(t.name for t in _TARGETS)}
     wrong = [repr(name) for name in names if not isinstance(name, str) or name not in known] or ([] if names else ["none of them"])
     if wrong:
