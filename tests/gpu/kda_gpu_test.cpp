@@ -345,11 +345,13 @@ std::vector<Options> cases() {
   };
   if (gpu_test::small()) {
     add([&](Options& o) { o.H = 1, o.lens = {2, 9, 1}, o.null_row = 2; });
+    add([&](Options& o) { o.H = 1, o.lens = {2, 5, 1}, o.null_row = 2; });
     add([&](Options& o) { o.H = 1, o.lens = {3}, o.K = 64, o.V = 64, o.tap_rows = false, o.scalar_gate = true; });
     return all;
   }
   for (int n = 1; n <= 16; ++n) add([&](Options& o) { o.lens = {n, n, n}; });
   add([](Options& o) { o.lens = {1, 5, 0, 3, 16, 2}, o.null_row = 3, o.wide = true; });
+  add([](Options& o) { o.lens = {1, 5, 0, 3, 8, 2}, o.null_row = 3, o.wide = true; });
   add([](Options& o) { o.lens = {40, 3}; });
   add([](Options& o) { o.tap_rows = false; });
   add([](Options& o) {  // more heads than the GPU holds at once
@@ -429,7 +431,7 @@ TEST_F(KdaGpu, BitsDoNotDependOnTheLaunch) {
                                                << " warps " << warps;
       };
       for (int rows : {8, 4, 2, 1}) same(rows, 0, 0);
-      for (int warps : {8, 16}) same(0, 1, warps);
+      for (int warps : {4, 8, 16}) same(0, 1, warps);
     }
   }
 }

@@ -135,6 +135,68 @@ HeadsCall heads_call(const VerifyCall& a) {
   return c;
 }
 
+/// Whether strides fit 32 bits; if so, the call in them.
+bool narrowed(const HeadsCall& a, SpreadCall& c) {
+  bool fits = true;
+  const auto narrow = [&](std::int64_t bytes) {
+    fits = fits && bytes == static_cast<std::int32_t>(bytes);
+    return static_cast<std::int32_t>(bytes);
+  };
+  const auto index = [&](const ShortIndex& x, std::int64_t behind, bool moves, int without_step, int without) {
+    return SpreadCall::Index{x ? x.data + behind * x.step : nullptr, moves ? narrow(x.step * 4) : 0, x && x.wide, without_step, without};
+  };
+  const bool rows = a.windows;
+  c = {};
+  c.index[SpreadCall::kSlot] = index(a.slots, 0, true, 0, 0);
+  c.index[SpreadCall::kRow] = index(rows ? a.rows : ShortIndex(), 0, true, rows, 0);
+  c.index[SpreadCall::kBegin] = index(a.cu, 0, true, a.each, 0);
+  c.index[SpreadCall::kEnd] = index(a.cu, 1, true, a.each, a.each);
+  c.index[SpreadCall::kBehind] = index(a.cu, a.N, false, 0, a.T);
+  c.T = a.T, c.L = a.L, c.steps = a.steps, c.each = a.each, c.by_group = a.by_group;
+  c.null_slot = std::max(a.null_slot, -1), c.pool = a.pool, c.row_count = rows ? a.row_count : 1;
+  const auto at = [&](int i) { return a.places.of[i]; };
+  for (int i = 0; i < 3; ++i) {
+    const Place x = at(kX + i), taps = at(kTaps + i), window = at(kWindow + i), windows = at(kWindows + i),
+                raw = i == 1   ? at(kRawK)
+                      : i == 2 ? at(kRawV)
+                               : Place{};
+    c.channels[i] = {x.base,
+                     taps.base,
+                     window.base,
+                     windows.base,
+                     raw.base,
+                     narrow(x.first),
+                     narrow(x.head),
+                     narrow(taps.head),
+                     narrow(window.first),
+                     narrow(window.head),
+                     narrow(a.places.rows[kRowsWindow + i] * 2),
+                     narrow(windows.first),
+                     narrow(windows.head),
+                     narrow(a.windows_step[i] * 2),
+                     narrow(a.windows_tap[i] * 2),
+                     narrow(raw.first),
+                     narrow(raw.head),
+                     narrow((i == 1 ? a.rawk_step : a.rawv_step) * 2)};
+  }
+  const Place g = at(kG), bias = at(kBias), gate = at(kGate), logit = at(kLogit), state = at(kState), ring_g = at(kRingG),
+              beta = at(kRingBeta), out = at(kOut);
+  c.g = g.base, c.bias = bias.base, c.gate = gate.base, c.logit = logit.base, c.state = state.base, c.ring_g = ring_g.base;
+  c.ring_beta = beta.base, c.out = out.base, c.a_log = static_cast<const char*>(a.a_log), c.weight = static_cast<const char*>(a.weight);
+  c.g_token = narrow(g.first), c.g_head = narrow(g.head), c.bias_head = narrow(bias.head);
+  c.gate_token = narrow(gate.first), c.gate_head = narrow(gate.head), c.logit_token = narrow(logit.first),
+  c.logit_head = narrow(logit.head);
+  c.state_slot = narrow(state.first), c.state_head = narrow(state.head);
+  c.ring_g_slot = narrow(ring_g.first), c.ring_g_head = narrow(ring_g.head), c.ring_g_step = narrow(a.ring_g_step * 4);
+  c.ring_beta_slot = narrow(beta.first), c.ring_beta_head = narrow(beta.head), c.ring_beta_step = narrow(a.ring_beta_step * 4);
+  c.out_token = narrow(out.first), c.out_head = narrow(out.head), c.a_log_head = narrow(a.a_log_head * (a.a_log_bf16 ? 2 : 4));
+  c.conv = a.conv, c.safe_gate = a.safe_gate, c.l2norm = a.l2norm, c.round_before_norm = a.round_before_norm;
+  c.logit_bf16 = a.logit_bf16, c.weight_bf16 = a.weight_bf16, c.a_log_bf16 = a.a_log_bf16;
+  c.lower_bound = a.lower_bound, c.softplus_beta = a.softplus_beta, c.inverse_beta = a.inverse_beta;
+  c.softplus_threshold = a.softplus_threshold, c.scale = a.scale, c.norm_eps = a.norm_eps;
+  return fits;
+}
+
 /// Does fold_rows_kernel take it? `a` has its rings noted.
 bool in_rows(const FoldCall& a) {
   const auto rows = [](const Array& x) { return x.vec && x.stride[3] == 128; };
@@ -201,6 +263,11 @@ int ring_warps(const VerifyCall& a, const launching::DeviceInfo& device) {
   return heads <= device.multiprocessors || (heads <= 3 * device.multiprocessors && a.T >= 4 * a.N) ? 16 : 8;
 }
 
+/// Whether spread.cuh is the fastest: all its CTAs at once, one a multiprocessor.
+bool spreads(const VerifyCall& a, const launching::DeviceInfo& device) {
+  return forced().warps ? forced().warps == 4 && a.N < 65536 : a.N * a.HV * SpreadCall::kParts <= device.multiprocessors;
+}
+
 }  // namespace
 
 void run(const VerifyArgs& args, Stream stream) {
@@ -222,14 +289,26 @@ void run(const VerifyArgs& args, Stream stream) {
       splits && a.V == 128 && device.major >= 9 && !a.exact && !a.snapshots && !a.update_state && !a.null_from_zero && forced().frozen != 0;
   if (frozen || (splits && a.V == 128 && device.major >= 9 && in_frame(a, device))) {
     const int warps = forced().warps ? forced().warps : ring_warps(a, device);
-    const HeadsKernel kernel = verify_heads(frozen, warps);
+    const HeadsCall call = heads_call(a);
     if (a.pending) run_fold(args.deferred, stream);
-    launching::launch(kernel.run,
-                      {.grid = blocks(resident(a.N * a.HV, 1, device, kernel.each)),
-                       .block = static_cast<unsigned>(kernel.threads),
-                       .shared = kernel.bytes,
-                       .overlap = forced().overlap},
-                      stream, heads_call(a));
+    SpreadCall narrow;
+    if (frozen && 0 < longest && longest <= 8 && spreads(a, device) && narrowed(call, narrow)) {
+      const SpreadKernel kernel = verify_spread();
+      launching::launch(kernel.run,
+                        {.grid = dim3(blocks(a.HV * SpreadCall::kParts), static_cast<unsigned>(a.N)),
+                         .block = static_cast<unsigned>(kernel.threads),
+                         .cluster = SpreadCall::kParts,
+                         .overlap = forced().overlap},
+                        stream, narrow);
+    } else {
+      const HeadsKernel kernel = verify_heads(frozen, warps == 4 ? 16 : warps);
+      launching::launch(kernel.run,
+                        {.grid = blocks(resident(a.N * a.HV, 1, device, kernel.each)),
+                         .block = static_cast<unsigned>(kernel.threads),
+                         .shared = kernel.bytes,
+                         .overlap = forced().overlap},
+                        stream, call);
+    }
     if (a.update_windows) advance_windows(a, stream);
     return;
   }

@@ -92,6 +92,35 @@ struct HeadsKernel {
 /// bfloat16 activations, float32 state, K = V = 128, plain: heads.cuh; Hopper and later. frozen: ring mode from a frozen state, with 8 or 16
 /// warps beside the one that directs; else the recurrence.
 HeadsKernel verify_heads(bool frozen, int warps);
+/// What spread.cuh needs of a HeadsCall. Strides in bytes, in 32 bits.
+struct SpreadCall {
+  static constexpr int kParts = 4;  // CTAs of a head
+  /// The indices of a request. Request r's is at data + r step; without data it is r without_step + without.
+  enum { kSlot, kRow, kBegin, kEnd, kBehind, kIndices };
+  struct Index {
+    const int* data;
+    int step, wide, without_step, without;
+  } index[kIndices];
+  int T, L, steps, each, null_slot, pool, row_count;  // null_slot: -1 at least
+  Divisor by_group;
+  struct Channel {
+    char *x, *taps, *window, *windows, *raw;
+    int x_token, x_head, taps_head, window_slot, window_head, window_tap, windows_row, windows_head, windows_step, windows_tap, raw_slot,
+        raw_head, raw_step;
+  } channels[3];
+  char *g, *bias, *gate, *logit, *state, *ring_g, *ring_beta, *out;
+  const char *a_log, *weight;
+  int g_token, g_head, bias_head, gate_token, gate_head, logit_token, logit_head, state_slot, state_head, ring_g_slot, ring_g_head,
+      ring_g_step, ring_beta_slot, ring_beta_head, ring_beta_step, out_token, out_head, a_log_head;
+  bool conv, safe_gate, l2norm, round_before_norm, logit_bf16, weight_bf16, a_log_bf16;
+  float lower_bound, softplus_beta, inverse_beta, softplus_threshold, scale, norm_eps;
+};
+/// Ring mode of few heads, of 8 tokens at most: spread.cuh.
+struct SpreadKernel {
+  void (*run)(SpreadCall) = nullptr;
+  int threads = 0;
+};
+SpreadKernel verify_spread();
 
 using FoldKernel = void (*)(FoldCall, int parts);
 
@@ -139,7 +168,7 @@ struct Forced {
   int rows = 0;     // of a lane; 0: free
   int frozen = -1;  // -1: free
   int frame = -1;   // the recurrence in heads.cuh where it applies, or in verify.cuh; -1: free
-  int warps = 0;    // of a CTA of heads.cuh in ring mode; 0: free
+  int warps = 0;    // of a CTA of heads.cuh in ring mode, or 4: spread.cuh where it applies; 0: free
   bool overlap = true;
 };
 SPECSTATE_API Forced& forced();

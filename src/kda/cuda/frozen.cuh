@@ -7,7 +7,7 @@
 //   operands   a warp half a column of the triangles; a warp a token: D_t k_t and D_t q_t with their norms, in the order in which tensor cores
 //              want them
 //   state      tensor cores, 3 x TF32: S0 and the operands in two parts each, without the product of the two small ones. The channels are
-//              summed in two halves. A warp has 16 rows; of 16 warps two share them, half the channels each
+//              summed in quarters, these in pairs. A warp has 16 rows; of 16 warps two share them, half the channels each
 //   rows       a thread has a row: u of its tokens one after the other, each added to the sums of the later ones, and o
 // Lanes that read two rows of the state at a time take one of either half: those lie 64 bytes apart, and no bank is met twice.
 #include "kda/cuda/heads.cuh"
@@ -25,39 +25,44 @@ __device__ __forceinline__ float* end_of(M& s, int j, int d) {
   return s.decay[j] + (d ^ ((j & 1) << 4 | (j & 2)));
 }
 
-/// Sums over the warp of 8 values: value lane / 4 ends in its four lanes. Every one is summed as warp_sums would.
-template <int kHalf = 4>
-__device__ __forceinline__ float transposed_sums(float (&x)[8], int lane) {
-  constexpr int kDistance = 4 * kHalf;
-  const bool high = lane & kDistance;
-#pragma unroll
-  for (int i = 0; i < kHalf; ++i) {
-    const float keep = high ? x[i + kHalf] : x[i], give = high ? x[i] : x[i + kHalf];
-    x[i] = keep + __shfl_xor_sync(kAll, give, kDistance);
-  }
-  if constexpr (kHalf > 1) {
-    return transposed_sums<kHalf / 2>(x, lane);
+/// Sums over the warp (quarter_sums: over 8 lanes each, a quarter of a head's channels) of 8 values: value lane % 8 ends in the lanes of that remainder.
+/// Neighbours first; whatever is summed over channels is summed in this order.
+template <int kLeft = kTokens>
+__device__ __forceinline__ float quarter_sums(float (&x)[kTokens], int lane) {
+  if constexpr (kLeft == 1) {
+    return x[0];
   } else {
-    const float sum = x[0] + __shfl_xor_sync(kAll, x[0], 2);
-    return sum + __shfl_xor_sync(kAll, sum, 1);
+    constexpr int kDistance = kTokens / kLeft;
+    const bool high = lane & kDistance;
+#pragma unroll
+    for (int i = 0; i < kLeft / 2; ++i) {
+      const float keep = high ? x[2 * i + 1] : x[2 * i], give = high ? x[2 * i] : x[2 * i + 1];
+      x[i] = keep + __shfl_xor_sync(kAll, give, kDistance);
+    }
+    return quarter_sums<kLeft / 2>(x, lane);
   }
 }
+__device__ __forceinline__ float transposed_sums(float (&x)[kTokens], int lane) {
+  float sum = quarter_sums(x, lane);
+  sum += __shfl_xor_sync(kAll, sum, 8);
+  return sum + __shfl_xor_sync(kAll, sum, 16);
+}
 
-/// Column j of the triangles, without norms: its rows below 4, or the others; the norm of k_j, where row j is among them. x ends as R_nj k_j for n = 8. Rows that are no token's are worked on
-/// too, and go nowhere that is read. Loads come first, and no branch between them.
-template <bool kLower, class M>
-__device__ __forceinline__ void column(const HeadsCall& a, M& s, int j, int lane, float (&x)[4]) {
+/// A lane's part of column j of the triangles: its rows below 4, or the others, of k and then of q. Rows of k, q and decays are kPitch apart, from the lane's four channels on. x ends as
+/// R_nj k_j for n = 8 (with kLower). Rows that are no token's are worked on too, and go nowhere that is read. Loads come first, and no branch between them.
+template <bool kLower, int kPitch>
+__device__ __forceinline__ void column_terms(const float* keys, const float* queries, const float* decays, int j, float (&x)[4],
+                                             float (&sums)[kTokens]) {
   constexpr int kRows = kTokens / 2, kFirst = kLower ? kRows : 0;
-  const int d = lane * 4;
-  float before[3][4], decay[kRows][4], k[kRows][4], q[kRows][4], sums[2 * kRows];
-  row_of_four(s.keys[0][j] + d, x);
+  float before[3][4], decay[kRows][4], k[kRows][4], q[kRows][4];
+  row_of_four(keys + j * kPitch, x);
   if (kLower)
 #pragma unroll
-    for (int i = 0; i < 3; ++i) row_of_four(s.decay[1 + i] + d, before[i]);
+    for (int i = 0; i < 3; ++i) row_of_four(decays + (1 + i) * kPitch, before[i]);
 #pragma unroll
   for (int i = 0; i < kRows; ++i)
-    row_of_four(s.decay[kFirst + i] + d, decay[i]), row_of_four(s.keys[0][kFirst + i] + d, k[i]),
-        row_of_four(s.keys[1][kFirst + i] + d, q[i]);
+    row_of_four(decays + (kFirst + i) * kPitch, decay[i]), row_of_four(keys + (kFirst + i) * kPitch, k[i]),
+        row_of_four(queries + (kFirst + i) * kPitch, q[i]);
   if (kLower)
 #pragma unroll
     for (int i = 0; i < 3; ++i)
@@ -71,10 +76,17 @@ __device__ __forceinline__ void column(const HeadsCall& a, M& s, int j, int lane
       for (int e = 0; e < 4; ++e) x[e] *= decay[i][e];
     sums[i] = dot4(x, k[i]), sums[kRows + i] = dot4(x, q[i]);
   }
+}
+/// Column j, without norms: its rows below 4, or the others; the norm of k_j, where row j is among them.
+template <bool kLower, class M>
+__device__ __forceinline__ void column(const HeadsCall& a, M& s, int j, int lane, float (&x)[4]) {
+  constexpr int kRows = kTokens / 2;
+  float sums[kTokens];
+  column_terms<kLower, kDim>(s.keys[0][0] + lane * 4, s.keys[1][0] + lane * 4, s.decay[0] + lane * 4, j, x, sums);
   const float sum = transposed_sums(sums, lane);
-  const int t = kFirst + lane / 4 % kRows;
-  if (lane % 4 == 0) s.triangle[lane / 16][t][j] = sum;
-  if (lane % 4 == 0 && lane < 16 && t == j) s.fk[j] = a.l2norm ? inverse_norm(sum) : 1.0f;
+  const int t = (kLower ? kRows : 0) + lane % kRows;
+  if (lane < kTokens) s.triangle[lane / kRows][t][j] = sum;
+  if (lane < kRows && t == j) s.fk[j] = a.l2norm ? inverse_norm(sum) : 1.0f;
 }
 
 /// D_t k_t and D_t q_t, and the norm of q_t.
@@ -92,9 +104,10 @@ __device__ __forceinline__ void operands(const HeadsCall& a, M& s, int t, int n,
     if (i <= t)
 #pragma unroll
       for (int e = 0; e < 4; ++e) product[e] *= y[i][e];
-  float sum[1] = {dot4(q, q)};
-  warp_sums(sum);
-  if (lane == 0) s.fq[t] = a.l2norm ? inverse_norm(sum[0]) * a.scale : a.scale;
+  float sum = dot4(q, q);
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) sum += __shfl_xor_sync(kAll, sum, distance);
+  if (lane == 0) s.fq[t] = a.l2norm ? inverse_norm(sum) * a.scale : a.scale;
   if (t == n - 1) *reinterpret_cast<float4*>(s.product + d) = make_float4(product[0], product[1], product[2], product[3]);
 #pragma unroll
   for (int h = 0; h < 2; ++h)
@@ -120,20 +133,20 @@ template <class M>
 __device__ __forceinline__ void multiply_state(M& s, int warp, int lane) {
   constexpr bool kShared = M::kWorkers == 16;
   const int tile0 = warp % 8 * 2, half = kShared ? warp / 8 : 0, g = lane / 4, t = lane % 4;
-  float total[2][4];
+  float total[2][4], pair[2][4];
   const float* const from = s.row(4 * tile0 + g / 2 + (g & 1) * kHalf) + 4 * t + half * kHalf;
   const float4* const operands = &operand(s, half * 8, lane);
 #pragma unroll
-  for (int part = 0; part < (kShared ? 1 : 2); ++part) {
+  for (int quarter = 0; quarter < (kShared ? 2 : 4); ++quarter) {
     float main[2][4], cross[2][4];
 #pragma unroll
-    for (int i = 4 * part; i < 4 * part + 4; ++i) {
+    for (int i = 2 * quarter; i < 2 * quarter + 2; ++i) {
       float4 x[2];
 #pragma unroll
       for (int j = 0; j < 2; ++j) x[j] = *reinterpret_cast<const float4*>(from + j * 4 * kDim + 16 * i);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const bool first = i == 4 * part && h == 0;
+        const bool first = i == 2 * quarter && h == 0;
         const float4 y = operands[(2 * i + h) * 32], large = make_float4(truncated(y.x), truncated(y.y), truncated(y.z), truncated(y.w)),
                      small = make_float4(y.x - large.x, y.y - large.y, y.z - large.z, y.w - large.w);
 #pragma unroll
@@ -150,7 +163,8 @@ __device__ __forceinline__ void multiply_state(M& s, int warp, int lane) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float sum = main[j][e] + cross[j][e];
-        total[j][e] = part ? total[j][e] + sum : sum;
+        pair[j][e] = quarter % 2 ? pair[j][e] + sum : sum;
+        if (quarter % 2) total[j][e] = quarter > 1 ? total[j][e] + pair[j][e] : pair[j][e];
       }
   }
   float* const to = kShared && half ? s.halves : s.keys[0][0];
