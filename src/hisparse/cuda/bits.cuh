@@ -85,6 +85,21 @@ __device__ __forceinline__ i64 load_wide(const Integers& v, i64 i, i64 j) {
   return v.bytes == 8 ? static_cast<i64>(static_cast<u64>(p[1]) << 32 | static_cast<u32>(low)) : low;
 }
 
+/// An integer of 4 or 8 bytes that is asked for and not waited for: one load, whatever it is.
+struct Wide {
+  u32 low, high;
+  __device__ __forceinline__ i64 value(int bytes) const {
+    return bytes == 8 ? static_cast<i64>(static_cast<u64>(high) << 32 | low) : static_cast<std::int32_t>(low);
+  }
+};
+__device__ __forceinline__ Wide ask_wide(const u32* p, int bytes) {
+  Wide w;
+  asm volatile("{\n.reg .pred wide;\nsetp.eq.s32 wide, %3, 8;\n@wide ld.global.v2.u32 {%0, %1}, [%2];\n@!wide ld.global.u32 %0, [%2];\n}\n"
+               : "=r"(w.low), "=r"(w.high)
+               : "l"(p), "r"(bytes));
+  return w;
+}
+
 // ------------------------------------------------------------------------------------------------- bit sets with ranks
 
 __device__ __forceinline__ u32 lane_id() { return threadIdx.x & 31u; }

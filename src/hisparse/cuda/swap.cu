@@ -39,7 +39,6 @@ constexpr u32 kThreads = kResolvers + 32 * 4, kWarps = kThreads / 32;    // the 
 constexpr u32 kTaken = 0xFFFFFFFFu;                                      // key of a slot that cannot be a victim
 constexpr u32 kBinBits = 11, kBins = 1u << kBinBits;
 constexpr u32 kMostTailMap = 2048;
-constexpr i64 kMostSteps = 64;           // of an ordinary call
 constexpr i64 kMostOccurrences = 65536;  // a number fits into 16 bits
 constexpr u32 kBatch = 4;                // slots that a thread looks at at once
 constexpr u32 kGroup = 4;                // rows that a warp has under way; two if they are large
@@ -92,7 +91,6 @@ struct Shared {             // the fixed part
   u32 low, high;            // range of the keys
   u32 bucket, bucket_rest;  // of the n-th smallest key
   u32 warp_sum[kWarps];
-  std::int32_t lengths[kMostSteps];  // of an ordinary call
 };
 
 /// What every CTA tells every other one: this, and the set of the columns that it saw hit.
@@ -226,14 +224,13 @@ struct Swap {
   __device__ __forceinline__ void stage() const {
     if constexpr (!kOrdinary) return;
     if (plan.bulk) {
-      if (threadIdx.x != 0) return;
-      const auto load = [&](int table, u32 to, const std::int32_t* from, u32 n) {
-        ptx::barrier_expect(&s().staged[table], 4 * n);
-        ptx::bulk_load(words(to), from, 4 * n, &s().staged[table]);
-      };
-      load(0, plan.tokens, &x.slot_tokens(r, 0), columns());
-      load(1, plan.locs, &x.slot_locs(r, 0), columns());
-      load(2, plan.ages, ages(), hot());
+      const u32 table = threadIdx.x / 32;  // one warp each
+      if (table >= 3 || lane_id() != 0) return;
+      const u32 bytes = 4 * (table == 2 ? hot() : columns());
+      ptx::barrier_expect(&s().staged[table], bytes);
+      const u32 to = table == 0 ? plan.tokens : table == 1 ? plan.locs : plan.ages;
+      const std::int32_t* const from = table == 0 ? &x.slot_tokens(r, 0) : table == 1 ? &x.slot_locs(r, 0) : ages();
+      ptx::bulk_load(words(to), from, bytes, &s().staged[table]);
       return;
     }
     const i64 step = ages_step();
@@ -253,68 +250,52 @@ struct Swap {
       async_wait();
   }
 
-  /// Lengths of the steps of an ordinary call, before the block's barrier that follows.
-  __device__ __forceinline__ void stage_lengths() const {
-    if constexpr (kOrdinary)
-      if (threadIdx.x < static_cast<u32>(x.steps)) s().lengths[threadIdx.x] = clamp(load_wide(x.seq_lens, b, threadIdx.x));
-  }
   __device__ __forceinline__ static std::int32_t clamp(i64 n) { return static_cast<std::int32_t>(min(max(n, i64{0}), i64{INT32_MAX})); }
   /// What is read first of an occurrence; nothing here waits for it.
   struct Asked {
     std::int32_t token;
-    u32 low, high;  // of the length; ordinary: low is the step
+    Wide length;
   };
-  __device__ __forceinline__ Asked ask(u32 i) const {
-    const u32 o = occurrence(i);
-    Asked a{-1, 0, 0};
-    if (o < occurrences()) {
-      const u32 step = plan.by_step(o), place = o - step * static_cast<u32>(x.top_k);
-      if constexpr (kOrdinary) {
-        a.token = selection[i64{plan.token_step} * step + i64{plan.token_place} * place];
-        a.low = step;
-      } else {
-        const u32* const length = wide_at(x.seq_lens, b, step);
-        a.token = x.tokens(b, step, place);
-        a.low = length[0];
-        if (x.seq_lens.bytes == 8) a.high = length[1];
-      }
-    }
-    return a;
+  __device__ __forceinline__ Wide ask_length(bool some, u32 step) const {
+    return ask_wide(some ? wide_at(x.seq_lens, b, step) : reinterpret_cast<const u32*>(&no_tokens), x.seq_lens.bytes);
   }
   __device__ __forceinline__ void ask(u32 round, Asked (&a)[kDeep]) const {
     if constexpr (kQuads) {
       const u32 o = occurrence(turn(round, 0));
-      const u32 step = o < occurrences() ? plan.by_step(o) : 0;
+      const bool some = threadIdx.x < kResolvers && o < occurrences();
+      const u32 step = some ? plan.by_step(o) : 0;
       const std::int32_t* const from = selection + i64{plan.token_step} * step + (o - step * static_cast<u32>(x.top_k));
-      const int4 t = *(o < occurrences() ? reinterpret_cast<const int4*>(from) : &no_tokens);
-      a[0] = {t.x, step, 0}, a[1] = {t.y, step, 0}, a[2] = {t.z, step, 0}, a[3] = {t.w, step, 0};
+      const int4 t = *(some ? reinterpret_cast<const int4*>(from) : &no_tokens);
+      const Wide length = ask_length(some, step);
+      a[0] = {t.x, length}, a[1] = {t.y, length}, a[2] = {t.z, length}, a[3] = {t.w, length};
     } else {
 #pragma unroll
-      for (u32 q = 0; q < kDeep; ++q) a[q] = ask(turn(round, q));
+      for (u32 q = 0; q < kDeep; ++q) {
+        const u32 o = occurrence(turn(round, q)), step = plan.by_step(o), place = o - step * static_cast<u32>(x.top_k);
+        const bool some = threadIdx.x < kResolvers && o < occurrences();
+        const std::int32_t* from;
+        if constexpr (kOrdinary)
+          from = selection + (i64{plan.token_step} * step + i64{plan.token_place} * place);
+        else
+          from = &x.tokens(b, step, place);
+        a[q].token = *(some ? from : reinterpret_cast<const std::int32_t*>(&no_tokens));
+        a[q].length = ask_length(some, step);
+      }
     }
   }
-  __device__ __forceinline__ std::int32_t length(const Asked& a) const {
-    if constexpr (kOrdinary) return s().lengths[a.low];
-    return clamp(x.seq_lens.bytes == 8 ? static_cast<i64>(static_cast<u64>(a.high) << 32 | a.low) : static_cast<std::int32_t>(a.low));
+  /// The host row of token t, if there can be one; what row_of_host() makes of it: kEmpty if there is none.
+  __device__ __forceinline__ Wide ask_host(std::int32_t t) const {
+    const u32* p = reinterpret_cast<const u32*>(&no_tokens);
+    if (static_cast<u32>(t) < plan.context) {
+      if constexpr (kOrdinary)
+        p = reinterpret_cast<const u32*>(hosts + i64{plan.host_bytes} * t);
+      else
+        p = wide_at(x.host_locs, r, t);
+    }
+    return ask_wide(p, x.host_locs.bytes);
   }
-  /// The host row of token t; what row_of_host() makes of it: kEmpty if there is none.
-  struct HostRow {
-    u32 low, high;
-  };
-  __device__ __forceinline__ HostRow ask_host(std::int32_t t) const {
-    HostRow h{kEmpty, kEmpty};
-    if (static_cast<u32>(t) >= plan.context) return h;
-    const u32* p;
-    if constexpr (kOrdinary)
-      p = reinterpret_cast<const u32*>(hosts + i64{plan.host_bytes} * t);
-    else
-      p = wide_at(x.host_locs, r, t);
-    h.low = p[0];
-    if (x.host_locs.bytes == 8) h.high = p[1];
-    return h;
-  }
-  __device__ __forceinline__ u32 row_of_host(const HostRow& h) const {
-    const i64 row = x.host_locs.bytes == 8 ? static_cast<i64>(static_cast<u64>(h.high) << 32 | h.low) : static_cast<std::int32_t>(h.low);
+  __device__ __forceinline__ u32 row_of_host(const Wide& h) const {
+    const i64 row = h.value(x.host_locs.bytes);
     return row >= 0 && row < copy.host_rows ? static_cast<u32>(row) : kEmpty;
   }
   /// Where token t was put last, kEmpty nowhere.
@@ -336,11 +317,22 @@ struct Swap {
     }
   }
 
-  __device__ __forceinline__ void map_tail() const {
+  /// The first of a thread's columns of the tail.
+  struct Tail {
+    std::int32_t token, loc;
+  };
+  __device__ __forceinline__ Tail ask_tail() const {
+    const u32 c = hot() + threadIdx.x;
+    const bool some = plan.tail_mask != 0 && c < columns();
+    const auto* const none = reinterpret_cast<const std::int32_t*>(&no_tokens);
+    return {*(some ? &x.slot_tokens(r, c) : none), *(some ? &x.slot_locs(r, c) : none)};
+  }
+  __device__ __forceinline__ void map_tail(const Tail& first) const {
     if (plan.tail_mask == 0) return;
 #pragma unroll 1
     for (u32 c = hot() + threadIdx.x; c < columns(); c += kResolvers) {
-      const std::int32_t t = x.slot_tokens(r, c), loc = x.slot_locs(r, c);
+      const bool begin = c == hot() + threadIdx.x;
+      const std::int32_t t = begin ? first.token : x.slot_tokens(r, c), loc = begin ? first.loc : x.slot_locs(r, c);
       if (t < 0 || loc < 0) continue;
       u32 p = static_cast<u32>(t) & plan.tail_mask;
 #pragma unroll 1
@@ -427,28 +419,33 @@ struct Swap {
   }
   __device__ __forceinline__ u32 filter_bit(u32 t) const { return (t * 2654435769u >> 9) & plan.filter_mask; }
 
+  /// What is read next of occurrences, by their tokens; nothing here waits for it.
+  struct Look {
+    std::int32_t token[kDeep], length[kDeep];  // token -1: none
+    u32 hint[kDeep];
+  };
+  __device__ __forceinline__ void look(const Asked (&asked)[kDeep], Look& l) const {
+#pragma unroll
+    for (u32 q = 0; q < kDeep; ++q) {
+      l.length[q] = clamp(asked[q].length.value(x.seq_lens.bytes));
+      const std::int32_t t = l.token[q] = asked[q].token < l.length[q] ? asked[q].token : -1;
+      l.hint[q] = kEmpty;
+      if (kNative<Args> ? t >= 0 && static_cast<u32>(t) < plan.context : t >= static_cast<std::int32_t>(hot())) l.hint[q] = hint(t);
+    }
+  }
   /// Answers what is resident, sets its columns in seen(rank), claims the rest and puts it into my lists. Returns whether something makes the
   /// row invalid.
-  __device__ __forceinline__ bool resolve(const Asked (&begin)[kDeep], i64 real) const {
+  __device__ __forceinline__ bool resolve(Look& l, const Tail& tail, i64 real) const {
     bool bad = false;
-    Asked asked[kDeep];
-#pragma unroll
-    for (u32 q = 0; q < kDeep; ++q) asked[q] = begin[q];
 #pragma unroll 1
     for (u32 round = 0; round < plan.slice; round += kDeep * kResolvers) {
-      u32 h[kDeep];
-      std::int32_t token_[kDeep], n[kDeep];
-#pragma unroll
-      for (u32 q = 0; q < kDeep; ++q) {
-        n[q] = length(asked[q]);
-        token_[q] = asked[q].token < n[q] ? asked[q].token : -1;
-        h[q] = kEmpty;
-        if (kNative<Args> ? token_[q] >= 0 && static_cast<u32>(token_[q]) < plan.context : token_[q] >= static_cast<std::int32_t>(hot()))
-          h[q] = hint(token_[q]);
-      }
-      if (round + kDeep * kResolvers < plan.slice) ask(round + kDeep * kResolvers, asked);
+      std::int32_t(&token_)[kDeep] = l.token, (&n)[kDeep] = l.length;
+      u32(&h)[kDeep] = l.hint;
+      Asked asked[kDeep];
+      const bool more = round + kDeep * kResolvers < plan.slice;
+      if (more) ask(round + kDeep * kResolvers, asked);
       if (round == 0) {
-        map_tail();
+        map_tail(tail);
 #pragma unroll 1
         for (i64 other = threadIdx.x; other < real; other += kResolvers)
           if (other != b) bad |= load_wide(x.requests, other, 0) == r;
@@ -467,7 +464,7 @@ struct Swap {
           if (t >= 0 && static_cast<u32>(t) < hot()) h[q] = slot_token(t) == t ? static_cast<u32>(t) : hint(t);
         holds[q] = slot_token(min(h[q], hot() - 1));
       }
-      HostRow asked_row[kDeep];
+      Wide asked_row[kDeep];
       u32 columns_[kDeep];
       bool misses[kDeep];
 #pragma unroll
@@ -529,6 +526,7 @@ struct Swap {
         for (u32 q = 0; q < kDeep; ++q)
           if (const u32 o = occurrence(turn(round, q)); !misses[q] && o < occurrences()) answer(o, locs[q]);
       }
+      if (more) look(asked, l);
     }
     ptx::barrier_arrive(&s().resolved);
     return bad | bad_tables();
@@ -570,14 +568,21 @@ struct Swap {
 
   // ------------------------------------------------------------------------------------------- what the CTAs tell each other
 
-  /// `bytes` at `offset` to the same place in all other CTAs, by one warp; what other threads wrote there lies behind a fence and a barrier.
+  /// Once all of this CTA is clear, behind a barrier of the block: who passes cluster_wait() sees that. One warp publishes for all, since that
+  /// waits for all loads of the SM.
+  __device__ __forceinline__ void arrive_in_cluster() const {
+    if (threadIdx.x / 32 == kWarps - 1)
+      cluster_arrive();
+    else
+      cluster_arrive_quietly();
+  }
+  /// `bytes` at `offset` to the same place in all other CTAs, by the thinking warps behind their barrier: each asks for one or two copies.
   __device__ __forceinline__ void tell(u32 offset, u32 bytes, u64* barrier) const {
-    if (plan.cluster == 1) return;
-    __syncwarp();
-    if (lane_id() >= plan.cluster || lane_id() == rank) return;
-    const u32 here = ptx::shared(memory + offset), there = remote_barrier(barrier, lane_id());
+    const u32 c = threadIdx.x / 32 + kPolicyWarps * lane_id();
+    if (c >= plan.cluster || c == rank) return;
+    const u32 here = ptx::shared(memory + offset), there = remote_barrier(barrier, c);
     remote_expect(there, bytes);
-    remote_copy(remote(here, lane_id()), here, bytes, there);
+    remote_copy(remote(here, c), here, bytes, there);
   }
   __device__ __forceinline__ void listen(u64* barrier, u32 parity) const {
     if (plan.cluster > 1) ptx::barrier_wait(barrier, parity);  // (at the scope of the cluster it would wait for all loads of the SM)
@@ -604,7 +609,7 @@ struct Swap {
 #pragma unroll 1
     for (u32 w = threadIdx.x; w < plan.columns_words; w += kPolicyThreads) {
       u32 all = 0;
-#pragma unroll 1
+#pragma unroll 4
       for (u32 c = 0; c < plan.cluster; ++c) all |= kOrdinary ? seen(c)[w] : *ptx::in_block(seen(rank) + w, c);
       words(plan.hits)[w] = all;
     }
@@ -636,13 +641,21 @@ struct Swap {
     }
     ptx::fence_async();
     policy_barrier();
-    if (threadIdx.x < 32) tell(plan.firsts + rank * (plan.slice / 8), plan.slice / 8, &s().ranked);
+    tell(plan.firsts + rank * (plan.slice / 8), plan.slice / 8, &s().ranked);
     return true;
   }
   __device__ __forceinline__ u32 number_of(u32 o) const { return rank_of(words(plan.first), words(plan.first_before), o); }
+  /// The sum of the values of the thinking threads before this one, and of all. Two of them in a row need different places for the sums of warps.
+  __device__ __forceinline__ u32 sum_before(u32 value, u32& total, u32 place) const {
+    const u32 warp = threadIdx.x / 32, before = warp_sum_before(value, total);
+    if (lane_id() == 0) s().warp_sum[place + warp] = total;
+    policy_barrier();
+    const u32 sums = lane_id() < kPolicyWarps ? s().warp_sum[place + lane_id()] : 0;
+    total = __reduce_add_sync(kFull, sums);
+    return before + __reduce_add_sync(kFull, lane_id() < warp ? sums : 0);
+  }
   /// The set of first occurrences in their order, and ranks. Returns the number of misses.
   __device__ __forceinline__ u32 rank_first() const {
-    const u32 warp = threadIdx.x / 32;
     u32 all = 0;
 #pragma unroll 1
     for (u32 base = 0; base < plan.words; base += kPolicyThreads) {
@@ -653,12 +666,8 @@ struct Swap {
         word = words(plan.firsts)[(w / 4 - at * plan.cluster) * (plan.slice / 32) + 4 * at + w % 4];
       }
       u32 total;
-      u32 before = warp_sum_before(__popc(word), total);
-      if (lane_id() == 0) s().warp_sum[kPolicyWarps + warp] = total;
-      policy_barrier();
-      const u32 sums = lane_id() < kPolicyWarps ? s().warp_sum[kPolicyWarps + lane_id()] : 0;
-      before += all + __reduce_add_sync(kFull, lane_id() < warp ? sums : 0);
-      all += __reduce_add_sync(kFull, sums);
+      const u32 before = all + sum_before(__popc(word), total, kPolicyWarps);
+      all += total;
       if (w < plan.words) {
         words(plan.first)[w] = word;
         words(plan.first_before)[w] = before;
@@ -675,38 +684,42 @@ struct Swap {
     const u32 c = now.origin + ring;
     return c >= hot() ? c - hot() : c;
   }
-  __device__ __forceinline__ u32 key_of(u32 c, u32 age) const {
+  __device__ __forceinline__ u32 key_of(u32 age, std::int32_t token, std::int32_t loc, bool hit) const {
     if constexpr (kNative<Args>)
       age = now.restart ? 1u : min(max(age, 1u), kTaken - 1);
     else
       age = now.epoch_mask - ((now.call - age) & now.epoch_mask) + 1;
-    const bool taken = (slot_loc(c) < 0) | has_bit(words(plan.hits), c), empty = slot_token(c) < 0;
-    return taken ? kTaken : empty ? 0 : age;
+    return (loc < 0) | hit ? kTaken : token < 0 ? 0 : age;
   }
-  __device__ __forceinline__ u32 age_of(u32 c) const {
-    if constexpr (kOrdinary) return words(plan.ages)[c];
-    return static_cast<u32>(ages()[c * ages_step()]);
+  /// Of slot c, where the tables are not here.
+  __device__ __forceinline__ u32 key_at(u32 c) const {
+    return key_of(static_cast<u32>(ages()[c * ages_step()]), slot_token(c), slot_loc(c), has_bit(words(plan.hits), c));
   }
-
   /// The key of every slot takes the place of its age (if the tables are here); s().low and high become a range that holds all of candidates.
   __device__ __forceinline__ void make_keys() const {
     u32 low = kTaken, high = 0;
+    const auto note = [&](u32 k) {
+      low = min(low, k);
+      high = max(high, k == kTaken ? 0 : k);
+    };
+    if constexpr (kOrdinary) {  // four slots a thread: with words as such, what is looked up costs more than what is done with it
+#pragma unroll 2
+      for (u32 c = 4 * threadIdx.x; c < hot(); c += 4 * kPolicyThreads) {
+        uint4& ages = *at<uint4>(plan.ages + 4 * c);
+        const uint4 age = ages;
+        const int4 token = *at<int4>(plan.tokens + 4 * c), loc = *at<int4>(plan.locs + 4 * c);
+        const u32 hit = words(plan.hits)[c >> 5] >> (c & 31u);
+        uint4 k;
+        k.x = key_of(age.x, token.x, loc.x, hit & 1u);
+        k.y = c + 1 < hot() ? key_of(age.y, token.y, loc.y, hit & 2u) : kTaken;
+        k.z = c + 2 < hot() ? key_of(age.z, token.z, loc.z, hit & 4u) : kTaken;
+        k.w = c + 3 < hot() ? key_of(age.w, token.w, loc.w, hit & 8u) : kTaken;
+        ages = k;
+        note(k.x), note(k.y), note(k.z), note(k.w);
+      }
+    } else {
 #pragma unroll 1
-    for (u32 base = threadIdx.x; base < hot(); base += kBatch * kPolicyThreads) {
-      u32 k[kBatch];
-#pragma unroll
-      for (u32 q = 0; q < kBatch; ++q) {
-        const u32 c = base + q * kPolicyThreads < hot() ? base + q * kPolicyThreads : base;
-        k[q] = key_of(c, age_of(c));
-      }
-#pragma unroll
-      for (u32 q = 0; q < kBatch; ++q) {
-        const u32 c = base + q * kPolicyThreads;
-        if (c >= hot()) continue;
-        if constexpr (kOrdinary) words(plan.ages)[c] = k[q];
-        low = min(low, k[q]);
-        high = max(high, k[q] == kTaken ? 0 : k[q]);
-      }
+      for (u32 c = threadIdx.x; c < hot(); c += kPolicyThreads) note(key_at(c));
     }
     low = __reduce_min_sync(kFull, low);
     high = __reduce_max_sync(kFull, high);
@@ -723,7 +736,7 @@ struct Swap {
 #pragma unroll
     for (u32 q = 0; q < kBatch; ++q) {
       const u32 p = (w + q * kPolicyWarps) * 32 + lane_id(), c = slot_of(min(p, hot() - 1));
-      k[q] = kOrdinary ? age_of(c) : key_of(c, age_of(c));
+      k[q] = kOrdinary ? words(plan.ages)[c] : key_at(c);
       if (p >= hot()) k[q] = kTaken;
     }
   }
@@ -810,26 +823,24 @@ struct Swap {
       }
     }
     policy_barrier();
-    if (warp == 0) {
-      u32 before = 0, rank_ = 0;
+    u32 before = 0, rank_ = 0;
 #pragma unroll 1
-      for (u32 base = 0; base < plan.hot_words; base += 32) {
-        const u32 w = base + lane_id();
-        const u32 same = w < plan.hot_words ? equal[w] : 0, less = w < plan.hot_words ? victims[w] : 0, have = __popc(same);
-        u32 total;
-        const u32 here = before + warp_sum_before(have, total);
-        before += total;
-        const u32 take = here < rest ? min(rest - here, have) : 0;
-        const u32 word = less | (take == have ? same : same & below(nth_bit(same, take)));
-        const u32 r_ = rank_ + warp_sum_before(__popc(word), total);
-        rank_ += total;
-        if (w < plan.hot_words) {
-          victims[w] = word;
-          equal[w] = r_;
-        }
+    for (u32 base = 0; base < plan.hot_words; base += kPolicyThreads) {
+      const u32 w = base + threadIdx.x;
+      const u32 same = w < plan.hot_words ? equal[w] : 0, less = w < plan.hot_words ? victims[w] : 0, have = __popc(same);
+      u32 total;
+      const u32 here = before + sum_before(have, total, 0);
+      before += total;
+      const u32 take = here < rest ? min(rest - here, have) : 0;
+      const u32 word = less | (take == have ? same : same & below(nth_bit(same, take)));
+      const u32 r_ = rank_ + sum_before(__popc(word), total, kPolicyWarps);
+      rank_ += total;
+      if (w < plan.hot_words) {
+        victims[w] = word;
+        equal[w] = r_;
       }
-      if (lane_id() == 0) equal[plan.hot_words] = rank_;
     }
+    if (threadIdx.x == 0) equal[plan.hot_words] = rank_;
     if (warp == 1 && plan.scratch_words > 0 && wanted > n) {  // overflow: the rows of the scratch that exist
 #pragma unroll 1
       for (u32 w = 0; w < plan.scratch_words; ++w) {
@@ -1114,18 +1125,30 @@ struct Swap {
     }
   }
 
-  __device__ __forceinline__ void row(i64 batch_row) {
-    b = batch_row;
-    r = load_wide(x.requests, b, 0);
-    selection = &x.tokens(b, 0, 0);
-    answers = &x.out(b, 0, 0);
-    i64 real = x.batch;
-    if (x.num_real) real = *x.num_real;
+  /// What is read first of a row; nothing here waits for it.
+  struct Begin {
+    Wide request;
+    std::int32_t real;
     Asked asked[kDeep];
-    ask(0, asked);
-    stage_lengths();
-    real = min(max(real, i64{0}), x.batch);
+  };
+  __device__ __forceinline__ Begin begin(i64 batch_row) {
+    b = batch_row;
+    Begin a;
+    a.request = ask_wide(wide_at(x.requests, b, 0), x.requests.bytes);
+    a.real = *(x.num_real ? x.num_real : reinterpret_cast<const std::int32_t*>(&no_tokens));
+    selection = &x.tokens(b, 0, 0);
+    ask(0, a.asked);
+    return a;
+  }
+  __device__ __forceinline__ void row(const Begin& begin) {
+    clear();
+    __syncthreads();  // everything is clear, all barriers are ready
+    arrive_in_cluster();
+    r = begin.request.value(x.requests.bytes);
+    const i64 real = x.num_real ? min(max(i64{begin.real}, i64{0}), x.batch) : x.batch;
+    answers = &x.out(b, 0, 0);
     if (b >= real || r < 0 || r >= x.request_slots) {
+      cluster_wait();
       padding(b >= real && !kNative<Args> ? 0 : -1, kThreads);
       return;
     }
@@ -1134,8 +1157,11 @@ struct Swap {
     asm("" : "+l"(hints), "+l"(hosts));  // in registers, not from their factors for each token
     __builtin_assume(__isGlobal(hints)), __builtin_assume(__isGlobal(hosts));
     stage();
+    Look l;
+    look(begin.asked, l);
+    const Tail tail = ask_tail();
     const std::int32_t clock = ask_clock();
-    __syncthreads();  // everything is clear
+    cluster_wait();  // all parts of the table of claims are empty
     bool busy;
     if (threadIdx.x >= kResolvers) {  // these meet nobody before the end: their rows may be on their way for long
       u32 taken = 0;
@@ -1143,7 +1169,7 @@ struct Swap {
       bring(taken);
       busy = s().busy != 0;
     } else {
-      bool bad = resolve(asked, real);
+      bool bad = resolve(l, tail, real);
       bad |= !read_clock(clock);
       if (bad) atomicOr(&s().bad, 1u);
       ptx::fence_async();
@@ -1162,7 +1188,7 @@ struct Swap {
         }
         await_table(2);
         policy_barrier();
-        if (threadIdx.x < 32) tell(plan.box + rank * plan.box_bytes, kOrdinary ? plan.box_bytes : sizeof(Head), &s().told);
+        tell(plan.box + rank * plan.box_bytes, kOrdinary ? plan.box_bytes : sizeof(Head), &s().told);
         busy = learn();
         if (threadIdx.x == 0) s().busy = busy;
         if (busy)
@@ -1180,36 +1206,38 @@ struct Swap {
   }
 };
 
-template <class Args, u32 kDeep, bool kOrdinary>
+/// kRows: a cluster serves several rows, one after the other. Most launches have a cluster for each; their kernel is one without a loop, since the
+/// compiler moves what all rounds of a loop share to its front, and that was hundreds of cycles before the first load.
+template <class Args, u32 kDeep, bool kOrdinary, bool kRows>
 __global__ void __launch_bounds__(kThreads, 1)
     swap_kernel(const __grid_constant__ Args x, const __grid_constant__ CopyGeometry copy, const __grid_constant__ Plan plan) {
   extern __shared__ __align__(16) std::byte memory[];
   Shared& s = *reinterpret_cast<Shared*>(memory);
-  if (threadIdx.x == 0) {
-    ptx::barrier_init(&s.told, max(plan.cluster - 1, 1u));
-    ptx::barrier_init(&s.ranked, max(plan.cluster - 1, 1u));
-    for (u64& barrier : s.staged) ptx::barrier_init(&barrier, 1);
-    ptx::barrier_init(&s.placed, kPolicyThreads);
-    ptx::barrier_init(&s.resolved, kResolvers);
-    ptx::barrier_init(&s.met, plan.cluster);
+  if (threadIdx.x < 96 && lane_id() == 0) {
+    ptx::barrier_init(&s.staged[threadIdx.x / 32], 1);  // by who uses it first
+    if (threadIdx.x == 0) {
+      ptx::barrier_init(&s.told, max(plan.cluster - 1, 1u));
+      ptx::barrier_init(&s.ranked, max(plan.cluster - 1, 1u));
+      ptx::barrier_init(&s.placed, kPolicyThreads);
+      ptx::barrier_init(&s.resolved, kResolvers);
+      ptx::barrier_init(&s.met, plan.cluster);
+    }
     ptx::fence_barriers();
+    ptx::fence_async();
   }
   Swap<Args, kDeep, kOrdinary> swap{x, copy, plan, memory, ptx::cluster_rank(), 0, 0, 0, 0, 0, {}, nullptr, nullptr, nullptr, nullptr};
-  swap.clear();
-  ptx::cluster_sync();  // all parts of the table of claims are empty, all barriers ready
   ptx::wait_for_previous();
   ptx::let_next_start();
   const u32 clusters = gridDim.x / plan.cluster;
 #pragma unroll 1
   for (i64 b = blockIdx.x / plan.cluster;;) {
-    swap.row(b);
+    swap.row(swap.begin(b));
+    if (!kRows || (b += clusters) >= x.batch) break;
     ptx::fence_async();  // the next row's tables come where this one's were
     __syncthreads();
-    cluster_leave();  // nobody reads what the next row will clear, or a CTA that is gone
-    if ((b += clusters) >= x.batch) break;
-    swap.clear();
-    ptx::cluster_sync();
+    cluster_leave();  // nobody reads what the next row will clear
   }
+  cluster_leave();  // or a CTA that is gone
 }
 
 // -------------------------------------------------------------------------------------------------------------- launch
@@ -1298,19 +1326,18 @@ void add_stash(Plan& p, const CopyGeometry& copy, u32 most) {
 template <class Args>
 bool is_ordinary(const Args& x) {
   const auto narrow = [](i64 stride) { return -(i64{1} << 28) < stride && stride < (i64{1} << 28); };
-  bool yes =
-      x.steps <= kMostSteps && narrow(x.tokens.s1) && narrow(x.tokens.s2) && narrow(x.out.s1) && narrow(x.out.s2) && narrow(x.host_locs.s1);
+  bool yes = narrow(x.tokens.s1) && narrow(x.tokens.s2) && narrow(x.out.s1) && narrow(x.out.s2) && narrow(x.host_locs.s1);
   if constexpr (kNative<Args>) yes = yes && narrow(x.token_slots.s1);
   return yes;
 }
 
-/// By the occurrences that one thread has; `quads`: four in a row can be read and answered at once.
+/// By the occurrences that one thread has; `quads`: four in a row can be read and answered at once; `rows`: clusters serve several rows.
 template <class Args>
-auto kernel_for(u32 slice, bool ordinary, bool quads) {
-  return !ordinary                           ? &swap_kernel<Args, 4, false>
-         : slice <= kResolvers               ? &swap_kernel<Args, 1, true>
-         : slice <= 2 * kResolvers || !quads ? &swap_kernel<Args, 2, true>
-                                             : &swap_kernel<Args, 4, true>;
+auto kernel_for(u32 slice, bool ordinary, bool quads, bool rows) {
+  if (!ordinary) return &swap_kernel<Args, 4, false, true>;
+  if (rows) return quads ? &swap_kernel<Args, 4, true, true> : &swap_kernel<Args, 2, true, true>;
+  if (slice <= kResolvers) return &swap_kernel<Args, 1, true, false>;
+  return slice <= 2 * kResolvers || !quads ? &swap_kernel<Args, 2, true, false> : &swap_kernel<Args, 4, true, false>;
 }
 /// How many clusters of so many CTAs fit on the GPU at once (asked once).
 template <class Args>
@@ -1320,8 +1347,9 @@ i64 clusters_at_once(u32 cluster) {
   };
   static const Fit fit = [] {
     const int most = specstate::cuda::device_info().shared_bytes - 1024;
-    for (const auto kernel : {kernel_for<Args>(1, true, true), kernel_for<Args>(2 * kResolvers, true, true),
-                              kernel_for<Args>(4 * kResolvers, true, true), kernel_for<Args>(1, false, true)}) {
+    for (const auto kernel : {kernel_for<Args>(1, true, true, false), kernel_for<Args>(2 * kResolvers, true, true, false),
+                              kernel_for<Args>(4 * kResolvers, true, true, false), kernel_for<Args>(1, true, true, true),
+                              kernel_for<Args>(1, true, false, true), kernel_for<Args>(1, false, true, true)}) {
       SPECSTATE_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
       SPECSTATE_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most));
     }
@@ -1334,7 +1362,7 @@ i64 clusters_at_once(u32 cluster) {
       config.gridDim = size, config.blockDim = kThreads, config.dynamicSmemBytes = static_cast<std::size_t>(most);
       config.attrs = &attribute, config.numAttrs = 1;
       int clusters = 0;
-      SPECSTATE_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&clusters, kernel_for<Args>(1, true, true), &config));
+      SPECSTATE_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&clusters, kernel_for<Args>(1, true, true, false), &config));
       f.clusters[size] = clusters;
     }
     return f;
@@ -1391,7 +1419,7 @@ void run_swap(const Args& x, Stream stream) {
   shape.shared = plan.bytes;
   shape.cluster = cluster;
   shape.overlap = true;
-  specstate::cuda::launch(kernel_for<Args>(plan.slice, ordinary, quads), shape, stream, x, copy, plan);
+  specstate::cuda::launch(kernel_for<Args>(plan.slice, ordinary, quads, shape.grid.x < x.batch * cluster), shape, stream, x, copy, plan);
 }
 
 }  // namespace
