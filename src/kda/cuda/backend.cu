@@ -204,9 +204,12 @@ bool in_rows(const FoldCall& a) {
          rows(a.rawv) && rows(a.ring_g) && a.ring_beta.stride[3] == 1 && std::max(a.N, a.layers) < 65536;
 }
 
-/// CTAs for so many heads of `parts` CTAs each: as many as the GPU holds at once, `each` a multiprocessor.
+/// CTAs for so many heads of `parts` CTAs each: as many as the GPU holds at once, `each` a multiprocessor. Where a few less take as many turns (384
+/// heads on 132 or on 128), a few less: copies beside them (sm_budget) then find a place, and no CTA has to wait for theirs and take its turns late.
 std::int64_t resident(std::int64_t heads, int parts, const launching::DeviceInfo& device, int each = 2) {
-  return std::min(heads, std::max<std::int64_t>(1, each * device.multiprocessors / parts)) * parts;
+  const std::int64_t most = std::max<std::int64_t>(1, each * device.multiprocessors / parts), turns = (heads + most - 1) / most,
+                     enough = (heads + turns - 1) / turns;
+  return (16 * enough >= 15 * most ? enough : std::min(heads, most)) * parts;
 }
 
 unsigned blocks(std::int64_t n) { return launching::blocks_for(n, 1); }
