@@ -168,6 +168,7 @@ __global__ void __launch_bounds__(kAcceptThreads) accept_kernel(const __grid_con
   const u32 b = blockIdx.x / all.cluster, rank = blockIdx.x - b * all.cluster, warps = all.cluster * kAcceptThreads / 32;
   u32 w = threadIdx.x / 32 * all.cluster + rank;
   ptx::wait_for_previous();
+  ptx::let_next_start();
   const Row row = row_of(x, b);
   if (!row.valid) return;  // the same in all blocks of the cluster
   // What does not stand leaves the tail. By the warps that have rows last, if at all.
@@ -232,6 +233,7 @@ __global__ void __launch_bounds__(kAcceptThreads) accept_kernel(const __grid_con
 /// One block a batch row: opens its window in the tail columns of all groups.
 __global__ void __launch_bounds__(kThreads) open_kernel(const __grid_constant__ WindowArgs x, const __grid_constant__ Groups groups) {
   ptx::wait_for_previous();
+  ptx::let_next_start();
   const i64 b = blockIdx.x;
   const Row row = row_of(x, b);
   if (x.locs && groups.first)
