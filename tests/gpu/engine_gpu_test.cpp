@@ -70,6 +70,7 @@ TEST(EngineGpu, LogitsAreThoseOfTheCpuEngineWithinBounds) {
   cuda::Memory memory;
   cuda::Queue queue;
   cuda::Trace trace;
+  cuda::Beside beside(queue);
   const cuda::Limits limits{1, 96, 1, 64, n + 8, true};
   cuda::Tables tables{memory.device<std::int32_t>(1, ""), memory.device<std::int32_t>(1, ""), memory.device<std::int32_t>(1, ""),
                       memory.device<std::uint64_t>(1, ""), memory.device<std::int32_t>(1, "")};
@@ -78,7 +79,7 @@ TEST(EngineGpu, LogitsAreThoseOfTheCpuEngineWithinBounds) {
   for (std::size_t i = 0; i < iota.size(); ++i) iota[i] = static_cast<std::int32_t>(i);
   for (std::size_t i = 0; i < pool.size(); ++i) pool[i] = static_cast<std::int64_t>(i);
   const cuda::Constants constants{memory.upload(iota.data(), n + 80, ""), memory.upload(pool.data(), n + 8, "")};
-  cuda::Target gpu(model().target, limits, {}, tables, constants, nullptr, trace, memory);
+  cuda::Target gpu(model().target, limits, {}, tables, constants, nullptr, trace, beside, memory);
   const std::int64_t* device_ids = memory.upload(ids.data(), n, "");
   cuda::Memory::settle();
   gpu.reset(0, queue.stream());

@@ -82,26 +82,29 @@ Drafter::Drafter(const DraftWeights& weights, const TargetWeights& target, const
     params_.workspace = on_gpu(memory.device<char>(bytes, "draft KV workspace"), DType::kUInt8, {bytes});
 }
 
-void Drafter::write(i64 rows, const TensorView& positions, const TensorView& slots, const TensorView& committed, const float* features,
-                    Stream stream) {
+void Drafter::project(i64 rows, const float* features, Stream stream) {
   const i64 d = config_.hidden;
   matmul(fc_, plain(features, d * static_cast<i64>(config_.feature_layers.size())), rows, ctx_, d, stream);
   rms_norm(ctx_, d, rows, d, hidden_norm_, config_.rms_eps, ctx_, d, stream);
+}
+
+void Drafter::write(i64 rows, const TensorView& positions, const TensorView& slots, const TensorView& committed, Stream stream) {
   draft_kv::MaterializeIntoPoolParams p = params_;
-  p.ctx_hidden = on_gpu(ctx_, DType::kFloat32, {rows, d});
+  p.ctx_hidden = on_gpu(ctx_, DType::kFloat32, {rows, config_.hidden});
   p.positions = positions, p.slot_mapping = slots, p.commit_lens = committed;
   draft_kv::materialize_into_pool(p, stream);
 }
 
-void Drafter::materialize(const Step& step, const float* features, Stream stream) {
+void Drafter::materialize(const Step& step, Stream stream) {
   const i64 B = step.batch, W = step.width;
   write(B * W, on_gpu(step.positions, DType::kInt32, {B, W}), on_gpu(step.pool_rows, DType::kInt64, {B, W}),
-        on_gpu(step.accepted, DType::kInt32, {B}), features, stream);
+        on_gpu(step.accepted, DType::kInt32, {B}), stream);
 }
 
 void Drafter::materialize(int request, int begin, int count, const float* features, Stream stream) {
+  project(count, features, stream);
   write(count, on_gpu(constants_.iota + begin, DType::kInt32, {count}),
-        on_gpu(constants_.pool_rows + i64{request} * limits_.context + begin, DType::kInt64, {count}), {}, features, stream);
+        on_gpu(constants_.pool_rows + i64{request} * limits_.context + begin, DType::kInt64, {count}), {}, stream);
 }
 
 void Drafter::propose(const Step& step, const Choice& choice, double* probabilities, Stream stream) {

@@ -19,16 +19,18 @@ class Drafter {
   const std::vector<int>& feature_layers() const { return config_.feature_layers; }
   /// Fills columns 1.. of the step's candidates; `probabilities` [batch, G, V]: proposals are drawn from them.
   void propose(const Step& step, const Choice& choice, double* probabilities, Stream stream);
-  /// Of the step's rows the first accepted[b] of each request are context now.
-  void materialize(const Step& step, const float* features, Stream stream);
+  /// All of the step's rows as the drafter's layers want them; which of them stand need not be known yet.
+  void project(const Step& step, const float* features, Stream stream) { project(step.batch * step.width, features, stream); }
+  /// Of the step's rows, projected, the first accepted[b] of each request are context now.
+  void materialize(const Step& step, Stream stream);
   /// `count` rows of a prompt from position `begin` on are.
   void materialize(int request, int begin, int count, const float* features, Stream stream);
   /// Bytes that a token's keys and values take.
   std::int64_t bytes_of_token() const { return std::int64_t{4} * config_.layers * config_.kv_heads * config_.head_dim; }
 
  private:
-  void write(std::int64_t rows, const TensorView& positions, const TensorView& slots, const TensorView& committed, const float* features,
-             Stream stream);
+  void project(std::int64_t rows, const float* features, Stream stream);
+  void write(std::int64_t rows, const TensorView& positions, const TensorView& slots, const TensorView& committed, Stream stream);
 
   const DraftConfig& config_;
   Limits limits_;

@@ -88,6 +88,10 @@ Event::~Event() {
   if (event_) (void)cudaEventDestroy(event_);
 }
 void Event::record(const Queue& queue) const { SPECSTATE_CUDA_CHECK(cudaEventRecord(event_, queue.native())); }
+void Event::order(const Queue& first, const Queue& then) const {
+  record(first);
+  SPECSTATE_CUDA_CHECK(cudaStreamWaitEvent(then.native(), event_, 0));
+}
 void Event::wait() const { SPECSTATE_CUDA_CHECK(cudaEventSynchronize(event_)); }
 float Event::since(const Event& begin) const {
   float ms = 0;

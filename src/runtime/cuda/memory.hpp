@@ -100,11 +100,36 @@ class Event {
   Event(const Event&) = delete;
   void record(const Queue& queue) const;
   void wait() const;
+  /// What is enqueued in `then` from now on waits for what `first` has now; nothing of the host's.
+  void order(const Queue& first, const Queue& then) const;
   /// Milliseconds from `begin` to this one; both have happened.
   float since(const Event& begin) const;
 
  private:
   cudaEvent_t event_ = nullptr;
+};
+
+/// A second queue for what the first one need not wait for at once. Where they are not `apart` (ranks, whose exchanges have one order; a trace,
+/// whose times are of one operation after another) it is the first one, and fork and join do nothing.
+class Beside {
+ public:
+  explicit Beside(const Queue& main) : main_(main) {}
+  void set_apart(bool apart) { apart_ = apart; }
+  Stream stream() const { return apart_ ? side_.stream() : main_.stream(); }
+  /// What is enqueued here from now on comes after what the first queue has now.
+  void fork() const {
+    if (apart_) event_.order(main_, side_);
+  }
+  /// What is enqueued there from now on comes after what this one has now.
+  void join() const {
+    if (apart_) event_.order(side_, main_);
+  }
+
+ private:
+  const Queue& main_;
+  Queue side_;
+  Event event_;
+  bool apart_ = false;
 };
 
 /// Work that was captured once.

@@ -87,6 +87,7 @@ class Run {
   Queue queue_;
   std::optional<specstate::cuda::CublasLt> lt_;  // where the bits need not be plain decoding's
   Trace trace_;
+  Beside beside_{queue_};
   Exchange exchange_;
   std::uint64_t* rank_digests_ = nullptr;                     // [ranks, R] device
   i64 *word_ = nullptr, *words_ = nullptr, *told_ = nullptr;  // device [1], [ranks]; pinned [1]
@@ -218,7 +219,7 @@ Run::Run(const Checkpoint& model, const std::vector<std::vector<int>>& prompts, 
     names_.push_back(name_of(of));
     features = drafters_[0]->feature_layers();
   }
-  target_.emplace(model.target, limits_, features, tables_, constants_, lt_ ? &*lt_ : nullptr, trace_, memory_, exchange_);
+  target_.emplace(model.target, limits_, features, tables_, constants_, lt_ ? &*lt_ : nullptr, trace_, beside_, memory_, exchange_);
   totals_ = memory_.pinned<i64>(2 * target_->anchors(), "totals");
 
   report_.mode = mode;
@@ -365,14 +366,20 @@ void Run::enqueue(int batch, int kind) {
   const Rows rows = step.rows();
   const Choice choice{V, config_.eos, options_.temperature, options_.seed};
   const bool rejection = options_.sampled_proposals && W > 1;
+  beside_.set_apart(!group_ && !trace_.on());
   begin(step, tables_, limits_.context, s);
   trace_.mark("step: begin");
+  target_->open(step);
   if (kind >= 0) {
     drafters_[at(kind)]->propose(step, choice, rejection ? draft_probabilities_ : nullptr, s);
     if (forced_.length) force(step, tables_, forced_, s);
     trace_.mark("draft: propose");
   }
   target_->forward(step, in_place, s);
+  beside_.fork();
+  for (const auto& d : drafters_)
+    if (d) d->project(step, target_->features(), beside_.stream());
+  if (!drafters_.empty()) trace_.mark("draft: project");
   choose(rows, target_->logits(), choice, tables_.keys, step.target, rejection ? target_probabilities_ : nullptr, uniforms_, s);
   const TensorView candidates = on_gpu(step.candidates, DType::kInt64, {batch, W}), caps = on_gpu(step.caps, DType::kInt32, {batch}),
                    accepted = on_gpu(step.accept, DType::kInt32, {batch}), out = on_gpu(step.out, DType::kInt64, {batch, W});
@@ -392,10 +399,12 @@ void Run::enqueue(int batch, int kind) {
   trace_.mark("accept: verify");
   emit(step, tables_, config_.eos, emitted_, target_->swaps(), s);
   trace_.mark("step: emit");
-  target_->commit(step, in_place, s);
+  beside_.fork();
   for (const auto& d : drafters_)
-    if (d) d->materialize(step, target_->features(), s);
-  trace_.mark("draft: materialize");
+    if (d) d->materialize(step, beside_.stream());
+  if (!drafters_.empty()) trace_.mark("draft: materialize");
+  target_->commit(step, in_place, s);
+  beside_.join();
 }
 
 void Run::step() {

@@ -210,6 +210,7 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ float room[kThreads / 32];
   my_turn();
   const int t = static_cast<int>(threadIdx.x), lane = t % 32, warp = t / 32;
+  const int n = static_cast<int>(K), w = static_cast<int>(width);
   const bool real = row / rows.width < *rows.real;
   out += (row * Hm + h) * C, selected += row * K, locs += row * K;
   for (i64 k = t; k < K; k += kThreads) {
@@ -240,20 +241,21 @@ __global__ void __launch_bounds__(kThreads)
     }
     __syncthreads();
   }
-  const auto value = [&](i64 k, i64 i) { return from_bits(kStaged ? tile[k * width + i] : latent[where[k] * width + i]); };
-  for (i64 k0 = warp; k0 < K; k0 += kRowsOfBlock * kAtOnce) {
+  // Zero where no row is: in place of branches, which would keep the loads of a lane from being in flight together.
+  const auto value = [&](int k, int i) {
+    if constexpr (kStaged) return from_bits(tile[k * w + i]);
+    return where[k] >= 0 ? from_bits(latent[where[k] * width + i]) : 0.0f;
+  };
+  for (int k0 = warp; k0 < n; k0 += kRowsOfBlock * kAtOnce) {
     float dot[kAtOnce] = {};
-    for (i64 i = lane; i < width; i += 32)
+    for (int i = lane; i < w; i += 32)
 #pragma unroll
-      for (int u = 0; u < kAtOnce; ++u)
-        if (const i64 k = k0 + u * kRowsOfBlock; k < K && where[k] >= 0) dot[u] = fmaf(query[i], value(k, i), dot[u]);
+      for (int u = 0; u < kAtOnce; ++u) dot[u] = fmaf(query[i], value(min(k0 + u * kRowsOfBlock, n - 1), i), dot[u]);
 #pragma unroll
-    for (int u = 0; u < kAtOnce; ++u) {
-      const i64 k = k0 + u * kRowsOfBlock;
-      if (k >= K) break;
-      dot[u] = sum_chains(dot[u]);
-      if (lane == 0) score[k] = where[k] >= 0 ? dot[u] : -INFINITY;
-    }
+    for (int u = 0; u < kAtOnce; ++u) dot[u] = sum_chains(dot[u]);
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u)
+      if (const int k = k0 + u * kRowsOfBlock; lane == 0 && k < n) score[k] = where[k] >= 0 ? dot[u] : -INFINITY;
   }
   __syncthreads();
   float top = -INFINITY;
@@ -268,15 +270,14 @@ __global__ void __launch_bounds__(kThreads)
   sum = over_block<false>(sum, room);
   __syncthreads();
   const float inverse = 1.0f / sum;
-  for (i64 i = t; i < C; i += kThreads) {
+  for (int i = t; i < C; i += kThreads) {
     float acc = 0;
-    for (i64 k0 = 0; k0 < K; k0 += 2 * kAtOnce) {
-      float v[2 * kAtOnce];
+    for (int k0 = 0; k0 < n; k0 += 2 * kAtOnce) {
+      float v[2 * kAtOnce], part[2 * kAtOnce];
 #pragma unroll
-      for (int u = 0; u < 2 * kAtOnce; ++u) v[u] = k0 + u < K && where[k0 + u] >= 0 ? value(k0 + u, i) : 0.0f;
+      for (int u = 0; u < 2 * kAtOnce; ++u) v[u] = value(min(k0 + u, n - 1), i), part[u] = k0 + u < n ? score[k0 + u] : 0.0f;
 #pragma unroll
-      for (int u = 0; u < 2 * kAtOnce; ++u)
-        if (k0 + u < K && where[k0 + u] >= 0) acc = fmaf(score[k0 + u], v[u], acc);
+      for (int u = 0; u < 2 * kAtOnce; ++u) acc = fmaf(part[u], v[u], acc);
     }
     out[i] = acc * inverse;
   }

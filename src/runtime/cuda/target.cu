@@ -26,13 +26,15 @@ TensorView heads_view(const float* data, i64 rows, i64 stride, i64 heads, i64 di
 }  // namespace
 
 Target::Target(const TargetWeights& weights, const Limits& limits, std::vector<int> features, const Tables& tables,
-               const Constants& constants, specstate::cuda::CublasLt* lt, Trace& trace, Memory& memory, const Exchange& exchange)
+               const Constants& constants, specstate::cuda::CublasLt* lt, Trace& trace, Beside& beside, Memory& memory,
+               const Exchange& exchange)
     : config_(weights.config),
       limits_(limits),
       feature_layers_(std::move(features)),
       tables_(tables),
       constants_(constants),
       trace_(trace),
+      beside_(beside),
       exchange_(exchange),
       kda_part_(part_of(exchange.group, config_.kda_heads)),
       mla_part_(part_of(exchange.group, config_.mla_heads)),
@@ -184,10 +186,15 @@ void Target::accept(const TensorView& requests, const TensorView& widths, const 
   hisparse::accept_window(p, stream);
 }
 
+void Target::open(const Step& step) {
+  const i64 B = step.batch, W = step.width;
+  beside_.fork();
+  windows(ints(step.requests, {B}), ints(step.widths, {B}), ints(step.real, {1}), ints(step.locs, {B, W}), beside_.stream());
+  trace_.mark("hisparse: open window");
+}
+
 void Target::forward(const Step& step, bool in_place, Stream stream) {
   const i64 B = step.batch, W = step.width;
-  windows(ints(step.requests, {B}), ints(step.widths, {B}), ints(step.real, {1}), ints(step.locs, {B, W}), stream);
-  trace_.mark("hisparse: open window");
   layers(step.rows(), &step, in_place ? Way::kInPlace : Way::kVerify, stream);
   head(0, B * W, stream);
   trace_.mark("model: head");
@@ -319,6 +326,7 @@ void Target::mla(const Mla& m, const Input& h, const Rows& rows, const Step* ste
             C = config_.kv_lora_rank, Dn = config_.nope_dim, Dr = config_.rope_dim, Dv = config_.v_dim, P = m.in.n, Q = Hm * (Dn + Dr),
             L = limits_.context, R = limits_.requests;
   matmul(m.in, h, T, proj_, P, stream);
+  if (step && m.layer == 0) beside_.join();  // the windows are open
   std::uint16_t* const device = buffers_[m.layer].device_buffer.as<std::uint16_t>();
   const i64 Hi = config_.index_heads, Di = config_.index_dim;
   const float* const index = proj_ + Q + row_;  // an anchor's: queries, key, weights
@@ -335,23 +343,28 @@ void Target::mla(const Mla& m, const Input& h, const Rows& rows, const Step* ste
     select(rows, index, P, Hi * Di + Di, Hi, Di, scale, keys_[m.group], L, K, scores_, s.selected, stream);
     trace_.mark("model: indexer");
   }
-  const TensorView src = longs(s.miss_src, {B, W * K}), dst = ints(s.miss_dst, {B, W * K}), count = ints(s.miss_count, {B});
   if (step && m.anchor) {
     hisparse::SwapInParams p;
     p.top_k_tokens = ints(s.selected, {B, W, K}), p.seq_lens = ints(step->ends, {B, W}), p.req_pool_indices = ints(step->requests, {B});
     p.num_real_reqs = ints(step->real, {1}), p.host_cache_locs = longs(host_locs_, {R, L}), p.buffers = buffers_[m.layer];
     p.state = groups_[m.group].state, p.top_k_device_locs = ints(s.locs, {B, W, K});
     if (scratch_) p.scratch_locs = ints(scratch_, {R, scratch_rows_});
-    p.plan = {src, dst, count};
+    p.plan = {longs(s.miss_src, {B, W * K}), ints(s.miss_dst, {B, W * K}), ints(s.miss_count, {B})};
     const i64 first = static_cast<i64>(m.group) * limits_.batch;
     p.unique_hits = ints(swaps_.hits + first, {B}), p.unique_misses = ints(swaps_.misses + first, {B});
     hisparse::swap_in(p, stream);
     trace_.mark("hisparse: swap");
+    beside_.fork();
   } else if (step) {
+    beside_.join();  // this layer's rows are there
+  }
+  // The next layer's rows come while this one and what is between them run.
+  const hisparse::WindowGroup& group = groups_[m.group];
+  if (const std::size_t next = m.layer + 1; step && next < buffers_.size() && &buffers_[next] < group.layers + group.num_layers) {
     hisparse::ReplayPlanParams p;
-    p.miss_src = src, p.miss_dst = dst, p.miss_count = count, p.num_real_reqs = ints(step->real, {1});
-    p.followers = &buffers_[m.layer], p.num_followers = 1;
-    hisparse::replay_plan(p, stream);
+    p.miss_src = longs(s.miss_src, {B, W * K}), p.miss_dst = ints(s.miss_dst, {B, W * K}), p.miss_count = ints(s.miss_count, {B});
+    p.num_real_reqs = ints(step->real, {1}), p.followers = &buffers_[next], p.num_followers = 1;
+    hisparse::replay_plan(p, beside_.stream());
     trace_.mark("hisparse: follower");
   }
   latent_attention(rows, s.selected, step ? s.locs : s.selected, K, step ? device : stage_[m.layer], query_, proj_ + Dn, P, Dn + Dr, Hm, C,

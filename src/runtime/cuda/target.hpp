@@ -34,11 +34,13 @@ struct Constants {
 class Target {
  public:
   Target(const TargetWeights& weights, const Limits& limits, std::vector<int> features, const Tables& tables, const Constants& constants,
-         specstate::cuda::CublasLt* lt, Trace& trace, Memory& memory, const Exchange& exchange = {});
+         specstate::cuda::CublasLt* lt, Trace& trace, Beside& beside, Memory& memory, const Exchange& exchange = {});
 
   /// Forgets a request's state.
   void reset(int request, Stream stream);
-  /// Opens the windows of a step, runs its rows (of a plain step, of width 1, in place) and leaves logits and features.
+  /// Opens the windows of a step, beside what comes until `forward` reads them.
+  void open(const Step& step);
+  /// Runs the rows of a step (of a plain one, of width 1, in place) and leaves logits and features.
   void forward(const Step& step, bool in_place, Stream stream);
   /// The first accepted[b] rows stand.
   void commit(const Step& step, bool in_place, Stream stream);
@@ -97,6 +99,7 @@ class Target {
   Tables tables_;
   Constants constants_;
   Trace& trace_;
+  Beside& beside_;
   const Exchange exchange_;
   // What is here of the heads and of the columns between the MLP's products.
   Part kda_part_, mla_part_, mlp_part_;
