@@ -8,6 +8,7 @@
 #include <cmath>
 #include <map>
 #include <random>
+#include <set>
 #include <tuple>
 #include <vector>
 
@@ -280,11 +281,14 @@ TEST(Materialize, TensorsOnAGpuAreCheckedWithoutReadingThem) {
 TEST(Places, HaveEveryHeadOfKAndEveryQuarterOfVOnceAndAlikeMany) {
   for (int layers = 1; layers <= 8; ++layers)
     for (int heads = 1; heads <= 9; ++heads)
-      for (int clusters : {1, 2, 3, 7, 16, 60, 66}) {
-        const cuda::Places places(layers, heads, clusters);
+      for (int clusters : {0, 1, 2, 3, 7, 16, 60, 66}) {  // 0: places of 5 quarters
+        const cuda::Places places = clusters ? cuda::Places(layers, heads, clusters) : cuda::Places::of_width(layers, heads, 5);
         ASSERT_LE(places.width, 5);
         ASSERT_LE(places.used(), places.slots);
-        ASSERT_EQ(places.slots % clusters, 0);
+        if (clusters)
+          ASSERT_EQ(places.slots % clusters, 0);
+        else
+          ASSERT_EQ(places.used(), places.slots);
         ASSERT_EQ(places.v_begin(0), 0);
         int quarters = 0;
         for (int i = 0; i < places.used(); ++i) {
@@ -301,36 +305,42 @@ TEST(Places, HaveEveryHeadOfKAndEveryQuarterOfVOnceAndAlikeMany) {
       }
 }
 
-/// Every run of every tile is one block's; what is handed on goes to the block that is named, and is the first thing done; nobody has much more than another.
-void deals(int row_tiles, int head_tiles, int runs, int blocks, int units) {
+/// Every run of every tile is one block's; what is handed on goes to the block after this one, and is its last; nobody but the first of a tile has more than two runs of it; nobody
+/// has more than a round more than others.
+void deals(int row_tiles, int places, int runs, int blocks, bool share) {
   using namespace specstate::draft_kv::cuda;
   std::map<std::tuple<int, int>, std::vector<int>> owner;
+  const int tiles = row_tiles * places, rounds = tiles / blocks, left = tiles % blocks;
+  std::set<int> parts;
   int most = 0;
   for (int block = 0; block < blocks; ++block) {
-    const Work work_of = Work::of(row_tiles, head_tiles, runs, block, blocks, units);
-    int work = 0;
-    for (int i = 0; i < work_of.pieces; ++i) {
-      const Piece piece = work_of.piece(i);
-      ASSERT_TRUE(piece.row_tile >= 0 && piece.row_tile < row_tiles && piece.head_tile >= 0 && piece.head_tile < head_tiles);
+    const Work work = Work::of(row_tiles, places, runs, block, blocks, share);
+    int done = 0;
+    for (int i = 0; i < work.pieces; ++i) {
+      const Piece piece = work.piece(i);
+      ASSERT_TRUE(piece.row_tile >= 0 && piece.row_tile < row_tiles && piece.place >= 0 && piece.place < places);
       ASSERT_TRUE(piece.begin >= 0 && piece.begin < piece.end && piece.end <= runs);
-      ASSERT_EQ(piece.end < runs, i < work_of.handed_on);
-      if (units > 0 && piece.end - piece.begin < runs) ASSERT_EQ(piece.begin % (runs / units) + piece.end % (runs / units), 0);
-      auto& of_tile = owner.try_emplace({piece.row_tile, piece.head_tile}, runs, -1).first->second;
+      if (piece.end - piece.begin < runs) ASSERT_TRUE(share && i == work.pieces - 1 && i == rounds);
+      if (piece.begin > 0) ASSERT_LE(piece.end - piece.begin, 2);
+      auto& of_tile = owner.try_emplace({piece.row_tile, piece.place}, runs, -1).first->second;
       for (int run = piece.begin; run < piece.end; ++run) ASSERT_EQ(std::exchange(of_tile[run], block), -1);
-      work += piece.end - piece.begin;
+      if (piece.end < runs) {
+        ASSERT_TRUE(work.part() >= 0 && work.part() < blocks * 3 / 4);
+        ASSERT_TRUE(parts.insert(work.part()).second);
+      }
+      done += piece.end - piece.begin;
     }
-    most = std::max(most, work);
+    most = std::max(most, done);
   }
-  ASSERT_EQ(static_cast<int>(owner.size()), row_tiles * head_tiles);
+  ASSERT_EQ(static_cast<int>(owner.size()), tiles);
   for (const auto& [tile, blocks_of] : owner)
     for (int run = 0; run < runs; ++run) {
       ASSERT_GE(blocks_of[run], 0);
-      if (run > 0 && blocks_of[run] != blocks_of[run - 1]) ASSERT_EQ(blocks_of[run], blocks_of[run - 1] + row_tiles);
+      if (run > 0 && blocks_of[run] != blocks_of[run - 1]) ASSERT_EQ(blocks_of[run], blocks_of[run - 1] + 1);
     }
-  if (units > 0 && row_tiles > 0 && row_tiles <= std::min(blocks, kDealtTiles)) {  // evenly over the sets of blocks
-    const int sets = std::min(blocks / row_tiles, head_tiles);
-    ASSERT_LE(most, (head_tiles * units + sets - 1) / sets * (runs / units) + 1);
-  }
+  ASSERT_LE(most, (rounds + (left > 0)) * runs);
+  if (share && left > 0 && 2 * left <= blocks) ASSERT_LT(most, (rounds + 1) * runs);
+  if (share && runs == 4 && left > 0 && 4 * left <= blocks) ASSERT_EQ(most, rounds * runs + 1);
 }
 
 TEST(Work, TilesOfRowsCoverThemAndLieWithin) {
@@ -345,13 +355,14 @@ TEST(Work, TilesOfRowsCoverThemAndLieWithin) {
 
 TEST(Work, EveryRunIsDoneOnce) {
   for (const int blocks : {1, 7, 78, 132})
-    for (const int head_tiles : {1, 5, 32, 80})
-      for (int row_tiles = 0; row_tiles < 14; ++row_tiles)
-        for (const auto& [runs, units] : {std::pair{4, 4}, {4, 0}, {8, 2}, {8, 0}, {12, 12}}) {
-          deals(row_tiles, head_tiles, runs, blocks, units);
-          if (::testing::Test::HasFatalFailure())
-            FAIL() << row_tiles << " x " << head_tiles << " tiles, " << runs << " runs, " << blocks << " blocks, " << units << " units";
-        }
+    for (const int places : {1, 5, 32, 64, 77})
+      for (int row_tiles = 0; row_tiles < 26; ++row_tiles)
+        for (const int runs : {4, 8, 12})
+          for (const bool share : {false, true}) {
+            deals(row_tiles, places, runs, blocks, share);
+            if (::testing::Test::HasFatalFailure())
+              FAIL() << row_tiles << " x " << places << " tiles, " << runs << " runs, " << blocks << " blocks, shared " << share;
+          }
 }
 
 }  // namespace

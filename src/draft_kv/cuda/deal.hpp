@@ -17,6 +17,13 @@ struct Places {
     width = (all + slots - 1) / slots;
     if (width < 4) width = 4;
   }
+  /// As many places as that many quarters each need.
+  static constexpr Places of_width(int layers, int heads, int width) {
+    Places p;
+    p.k_heads = layers * heads, p.per_head = 1.0f / static_cast<float>(heads);
+    p.width = width, p.slots = (8 * p.k_heads + width - 1) / width;
+    return p;
+  }
   SPECSTATE_HD constexpr int v_begin(int slot) const {
     const int at = slot < k_heads ? slot * (width - 4) : k_heads * (width - 4) + (slot - k_heads) * width;
     return at < 4 * k_heads ? at : 4 * k_heads;

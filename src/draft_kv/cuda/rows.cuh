@@ -106,73 +106,93 @@ __device__ int plan_rows(const Rows& x, Row* list, int* bucket, int* warp_count,
   return plan_rows<kThreads, kEach, kBuckets>(x, list, bucket, warp_count, raise, threadIdx.x, [] { __syncthreads(); });
 }
 
-/// Longer launches than a block of the product plans for itself: one block plans up to kListRows rows into `list`, `count`. A thread has every 1024th row; slots stay in shared memory for
-/// rows that name one slot to find each other.
-inline constexpr int kListRows = 8192, kPlanThreads = 1024;
-inline constexpr std::size_t kPlanBytes = kListRows * (sizeof(std::int64_t) + 2 * sizeof(int));
-static __global__ void __launch_bounds__(kPlanThreads, 1) plan_kernel(const __grid_constant__ Rows x, Row* list, int* count) {
-  constexpr int kEach = kListRows / kPlanThreads, kWarps = kPlanThreads / 32;
-  extern __shared__ __align__(16) unsigned char plan_memory[];
-  auto* const slots = reinterpret_cast<std::int64_t*>(plan_memory);  // [kListRows]
-  auto* const bucket = reinterpret_cast<int*>(slots + kListRows);    // [2 kListRows], of which as many as twice the rows are used
-  __shared__ int kept_of[kEach * kWarps];
-  ptx::wait_for_previous();
-  ptx::let_next_start();
-  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, each = (x.tokens + kPlanThreads - 1) / kPlanThreads;
-  int buckets = 2 * kPlanThreads;
+/// Which rows of a launch are written, a bit each in `kept`, by kThreads threads that meet at `sync`. `slots` [tokens] and `bucket` (a power of two of at least twice as many) are
+/// scratch. Of `parts` callers, each knows of the slots whose hash is its own.
+template <int kThreads, class Sync>
+__device__ __forceinline__ void mark_rows(const Rows& x, std::int64_t* slots, int* bucket, unsigned* kept, bool raise, int thread,
+                                          Sync sync, unsigned part = 0, unsigned parts = 1) {
+  int buckets = 64;
   while (buckets < 2 * x.tokens) buckets *= 2;
-  for (int i = thread; i < buckets; i += kPlanThreads) bucket[i] = -1;
-  Row mine[kEach];
-#pragma unroll
-  for (int e = 0; e < kEach; ++e) mine[e] = read_row(x, e * kPlanThreads + thread, true);
-#pragma unroll
-  for (int e = 0; e < kEach; ++e)
-    if (e < each) slots[e * kPlanThreads + thread] = mine[e].slot;
-  __syncthreads();
-  int place[kEach];
-#pragma unroll
-  for (int e = 0; e < kEach; ++e) {
-    place[e] = -1;
-    if (mine[e].slot < 0) continue;
-    const int i = e * kPlanThreads + thread;
-    std::uint32_t h = static_cast<std::uint32_t>((static_cast<std::uint64_t>(mine[e].slot) * 0x9E3779B97F4A7C15ull) >> 40);
-    for (;; ++h) {
-      h &= buckets - 1;
+  const auto hash_of = [&](std::int64_t slot) {
+    return static_cast<std::uint32_t>((static_cast<std::uint64_t>(slot) * 0x9E3779B97F4A7C15ull) >> 40);
+  };
+  for (int i = thread; i < buckets; i += kThreads) bucket[i] = -1;
+#pragma unroll 8
+  for (int i = thread; i < x.tokens; i += kThreads) {
+    const std::int64_t slot = read_row(x, i, raise).slot;
+    slots[i] = slot >= 0 && hash_of(slot) % parts == part ? slot : -1;
+  }
+  sync();
+  const auto place_of = [&](std::int64_t slot) { return hash_of(slot) / parts & (buckets - 1); };
+  for (int i = thread; i < x.tokens; i += kThreads) {
+    const std::int64_t slot = slots[i];
+    if (slot < 0) continue;
+    for (std::uint32_t h = place_of(slot);; h = (h + 1) & (buckets - 1)) {
       const int other = atomicCAS(&bucket[h], -1, i);
       if (other < 0) break;
-      if (slots[other] == mine[e].slot) {
+      if (slots[other] == slot) {
         atomicMax(&bucket[h], i);
         break;
       }
     }
-    place[e] = static_cast<int>(h);
   }
-  __syncthreads();
-  unsigned kept[kEach];  // of the warp's rows
-#pragma unroll
-  for (int e = 0; e < kEach; ++e) {
-    kept[e] = __ballot_sync(~0u, place[e] >= 0 && bucket[place[e]] == e * kPlanThreads + thread);
-    if (lane == 0) kept_of[e * kWarps + warp] = __popc(kept[e]);
-  }
-  __syncthreads();
-  if (warp == 0) {  // counts -> where a warp's rows begin
-    int before = 0;
-    for (int e = 0; e < kEach; ++e) {
-      int n = kept_of[e * kWarps + lane], sum = n;
-#pragma unroll
-      for (int d = 1; d < 32; d *= 2) {
-        const int other = __shfl_up_sync(~0u, sum, d);
-        if (lane >= d) sum += other;
-      }
-      kept_of[e * kWarps + lane] = before + sum - n;
-      before += __shfl_sync(~0u, sum, 31);
+  sync();
+  for (int first = thread / 32 * 32; first < x.tokens; first += kThreads) {
+    const int i = first + thread % 32;
+    const std::int64_t slot = i < x.tokens ? slots[i] : -1;
+    bool last = false;
+    if (slot >= 0) {
+      std::uint32_t h = place_of(slot);
+      while (slots[bucket[h]] != slot) h = (h + 1) & (buckets - 1);
+      last = bucket[h] == i;
     }
-    if (lane == 0) *count = before;
+    const unsigned bits = __ballot_sync(~0u, last);
+    if (thread % 32 == 0) kept[first / 32] = bits;
   }
+  sync();
+}
+
+/// Longer launches than a block of the product plans for itself: a cluster of blocks (kPlanBlocks, or one), each of which knows of its part of the slots, makes the list of up
+/// to kListRows rows.
+inline constexpr int kListRows = 8192, kPlanThreads = 1024, kPlanBlocks = 8;
+inline constexpr std::size_t kPlanBytes = kListRows * (sizeof(std::int64_t) + 2 * sizeof(int));
+static __global__ void __launch_bounds__(kPlanThreads, 1) plan_kernel(const __grid_constant__ Rows x, Row* list, int* count) {
+  extern __shared__ __align__(16) unsigned char plan_memory[];
+  auto* const slots = reinterpret_cast<std::int64_t*>(plan_memory);
+  __shared__ unsigned kept[kListRows / 32], all[kListRows / 32];
+  __shared__ int before[kListRows / 32], of_warp[kListRows / 1024];
+  ptx::wait_for_previous();
+  ptx::let_next_start();
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, words = (x.tokens + 31) / 32;
+  const unsigned part = blockIdx.x, parts = gridDim.x;
+  mark_rows<kPlanThreads>(
+      x, slots, reinterpret_cast<int*>(slots + kListRows), kept, part == 0, thread, [] { __syncthreads(); }, part, parts);
+  ptx::cluster_sync();
+  int sum = 0;
+  if (thread < kListRows / 32) {  // a word of the list each
+    unsigned bits = 0;
+    if (thread < words)
+      for (unsigned other = 0; other < parts; ++other) bits |= *ptx::in_block(&kept[thread], other);
+    all[thread] = bits, sum = __popc(bits);
+    for (int step = 1; step < 32; step *= 2) {
+      const int other = __shfl_up_sync(~0u, sum, step);
+      if (lane >= step) sum += other;
+    }
+    before[thread] = sum - __popc(bits);
+    if (lane == 31) of_warp[warp] = sum;
+  }
+  ptx::cluster_arrive();  // nobody leaves while others read its words
   __syncthreads();
-#pragma unroll
-  for (int e = 0; e < kEach; ++e)
-    if (kept[e] >> lane & 1) list[kept_of[e * kWarps + warp] + __popc(kept[e] & ((1u << lane) - 1))] = mine[e];
+  int rows = 0;
+  for (int w = 0; w < kListRows / 1024; ++w) rows += of_warp[w];
+  for (int word = static_cast<int>(part) * (kPlanThreads / 32) + warp; word < words;
+       word += static_cast<int>(parts) * (kPlanThreads / 32)) {
+    int at = before[word];
+    for (int w = 0; w < word / 32; ++w) at += of_warp[w];
+    if (all[word] >> lane & 1) list[at + __popc(all[word] & ((1u << lane) - 1))] = read_row(x, 32 * word + lane, false);
+  }
+  if (part == 0 && thread == 0) *count = rows;
+  ptx::cluster_wait();
 }
 
 }  // namespace specstate::draft_kv::cuda

@@ -1,8 +1,8 @@
 // MaterializeArgs -> which kernel, and its launches.
 //
 //   few_rows   up to 64 rows, target features too: bound by reading the weights
-//   many_rows  more of them, bound by the tensor cores; and any number of rows of more than 4096 features
-//   bulk_rows  more than 128 rows that have to be gathered (commit lengths), of at most 4096 features
+//   many_rows  more of them, bound by the tensor cores
+//   bulk_rows  129 to 256 rows, and more of them that have to be gathered (commit lengths)
 //   any_rows   shapes, dtypes and strides that those do not take
 // The first three add in one order and give the same bits, so any split of the rows into calls does, too.
 #include <algorithm>
@@ -130,6 +130,12 @@ struct Means {
   Context context;  // raw null where the caller gives the projection's features itself
 };
 
+void launch_plan(const Rows& rows, const Means& m, Stream stream) {
+  const unsigned blocks = device_info().major >= 9 ? kPlanBlocks : 1;
+  launch(plan_kernel, {.grid = blocks, .block = kPlanThreads, .shared = kPlanBytes, .cluster = blocks, .overlap = true}, stream, rows,
+         m.list, m.count);
+}
+
 /// Clusters of kBlocks blocks that this GPU holds at once, one block a multiprocessor: their number depends on how its multiprocessors are grouped.
 template <int kBlocks, class Kernel>
 unsigned clusters_at_once(Kernel kernel, int threads) {
@@ -175,10 +181,6 @@ void launch_many(const Problem& p, const TensorView& weight, std::int64_t rows, 
     launch_many_of<Io, kHeadDim, 3>(p, weight, rows, shape, context, stream);
 }
 
-/// Does bulk_rows take so many rows? Where rows have to be gathered it is faster than many_rows (whose copies nearly double its time), elsewhere mostly not.
-bool bulk_takes(std::int64_t tokens, std::int64_t hidden, bool gathered) {
-  return gathered && tokens > Many<2>::kRows && Runs::of(static_cast<int>(hidden)).count == 4;
-}
 /// 64 random bits, not 0, others each time.
 unsigned long long launch_number() {
   static std::atomic<unsigned long long> next{std::uint64_t{std::random_device{}()} << 32 | std::random_device{}()};
@@ -186,16 +188,30 @@ unsigned long long launch_number() {
   x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9ull, x = (x ^ x >> 27) * 0x94D049BB133111EBull;
   return (x ^ x >> 31) | 1;
 }
-/// One product of many rows; `rows` is what its tensor map of ctx covers.
+/// Does bulk_rows take so many rows? Tiles of 128 x 160 fill a GPU once with 256 rows. Where rows have to be gathered it is faster than many_rows at any number, whose copies
+/// nearly double its time.
+bool bulk_takes(std::int64_t tokens, bool gathered) { return tokens > Many<2>::kRows && (gathered || tokens <= 2 * Bulk<128>::kRows); }
+
+/// The projection of more than 128 rows by bulk_rows; `rows` is what its tensor map of ctx covers. `listed`: row i of ctx is row i of the list that is there.
 template <class Io, int kHeadDim>
-void launch_bulk(const Problem& p, const TensorView& weight, std::int64_t rows, BulkShape shape, Stream stream) {
-  const unsigned tiles = blocks_for(p.rows.tokens, Bulk::kRows) * static_cast<unsigned>(shape.head_tiles);
-  const auto blocks = static_cast<unsigned>(std::min(device_info().multiprocessors, kPartBlocks));
-  if (shape.part_flags) shape.launch_number = launch_number();
-  // Without `overlap`: blocks that come in one by one as those before leave take 6 to 13 % more time, from 512 rows on (decision 0010).
+void launch_bulk(const Problem& p, const TensorView& weight, std::int64_t rows, bool listed, const Means& m, Stream stream) {
+  using B = Bulk<kHeadDim>;
+  BulkShape shape{B::places(p.layers, p.heads), Runs::of(p.hidden), nullptr, nullptr, m.parts, m.part_flags, launch_number()};
+  shape.listed = listed;
+  if (listed || p.rows.tokens > kMarkedRows) {
+    if (!listed && p.first_layer == 0) launch_plan(p.rows, m, stream);
+    shape.list = m.list, shape.list_count = m.count;
+  } else {
+    shape.as_they_lie = !p.rows.commit.data;
+  }
+  const unsigned tiles = blocks_for(p.rows.tokens, B::kRows) * static_cast<unsigned>(shape.deal.slots);
   launch(bulk_rows<Io, kHeadDim>,
-         {.grid = shape.part_flags ? blocks : std::min(blocks, tiles), .block = Bulk::kThreads, .shared = Bulk::kShared}, stream,
-         weight_map(weight, kColumns, false), tile_map(p.ctx, weight.dtype, rows, p.hidden, p.ctx_stride, Bulk::kRows, false), p, shape);
+         {.grid = std::min(static_cast<unsigned>(std::min(device_info().multiprocessors, kMostBlocks)), tiles * kMostParts),
+          .block = B::kThreads,
+          .shared = B::kShared,
+          .overlap = p.rows.tokens <= 2 * B::kRows},  // more: blocks that come in one by one as those before leave take more time
+         stream, weight_map(weight, kColumns, false), weight_map(weight, 32, false),
+         tile_map(p.ctx, weight.dtype, rows, p.hidden, p.ctx_stride, B::kRows, false), p, shape);
 }
 
 /// few_rows; `rows` is what its tensor map of ctx covers, `columns` (of target features: kHeadDim 0) how many there are.
@@ -239,25 +255,9 @@ void launch_fast(const MaterializeArgs& a, Problem p, const Means& m, Stream str
     return launch_few<Io, kHeadDim>(p, a.kv_weight, p.rows.tokens, m.context, stream);
   }
   if (!raw && p.rows.tokens <= Many<2>::kRows) return launch_few<Io, kHeadDim>(p, a.kv_weight, a.tokens, Context{}, stream);
-  if (!raw && bulk_takes(p.rows.tokens, p.hidden, p.rows.commit.data != nullptr)) {
-    const bool dealt = p.rows.tokens <= kDealtRows && device_info().multiprocessors >= kDealtTiles;
-    BulkShape bulk{
-        p.layers * 2 * p.heads * kHeadDim / kColumns, nullptr, nullptr, Runs::of(p.hidden), m.parts, dealt ? m.part_flags : nullptr, 0};
-    if (!dealt) {
-      bulk.list = m.list, bulk.list_count = m.count;
-      if (p.first_layer == 0)
-        launch(plan_kernel, {.block = kPlanThreads, .shared = kPlanBytes, .overlap = true}, stream, p.rows, m.list, m.count);
-    }
-    return launch_bulk<Io, kHeadDim>(p, a.kv_weight, a.tokens, bulk, stream);
-  }
-  ManyShape shape{p.layers * 2 * p.heads * kHeadDim / kColumns, nullptr, nullptr, Runs::of(p.hidden)};
-  if (p.rows.tokens > kPlanRows || raw) {
-    if (p.first_layer == 0)
-      launch(plan_kernel, {.block = kPlanThreads, .shared = kPlanBytes, .overlap = true}, stream, p.rows, m.list, m.count);
-    shape.list = m.list, shape.list_count = m.count;
-  }
   if (raw) {
     if (p.first_layer == 0) {
+      launch_plan(p.rows, m, stream);
       Problem fc = p;
       fc.hidden = features;
       launch_many<Io, 0>(fc, a.fc_weight, a.tokens, {m.context.hidden / kColumns, m.list, m.count, Runs(kSlices, features / kDepth)},
@@ -265,9 +265,17 @@ void launch_fast(const MaterializeArgs& a, Problem p, const Means& m, Stream str
       launch(normalize_rows<Io>, {.grid = static_cast<unsigned>(p.rows.tokens), .block = kNormalizeThreads, .overlap = true}, stream,
              m.context, m.count);
     }
-    p.ctx = m.context.raw, p.ctx_stride = p.hidden, shape.listed = true;
+    p.ctx = m.context.raw, p.ctx_stride = p.hidden;
   }
-  launch_many<Io, kHeadDim>(p, a.kv_weight, m.context.raw ? p.rows.tokens : a.tokens, shape, Context{}, stream);
+  const std::int64_t rows = raw ? p.rows.tokens : a.tokens;
+  if (bulk_takes(p.rows.tokens, p.rows.commit.data != nullptr)) return launch_bulk<Io, kHeadDim>(p, a.kv_weight, rows, raw, m, stream);
+  ManyShape shape{p.layers * 2 * p.heads * kHeadDim / kColumns, nullptr, nullptr, Runs::of(p.hidden)};
+  if (p.rows.tokens > kPlanRows || raw) {
+    if (!raw && p.first_layer == 0) launch_plan(p.rows, m, stream);
+    shape.list = m.list, shape.list_count = m.count;
+  }
+  shape.listed = raw;
+  launch_many<Io, kHeadDim>(p, a.kv_weight, rows, shape, Context{}, stream);
 }
 
 void launch_any(const MaterializeArgs& a, const Problem& p, const Means& m, Stream stream) {
@@ -278,8 +286,7 @@ void launch_any(const MaterializeArgs& a, const Problem& p, const Means& m, Stre
   AnyShape shape{a.ctx_hidden, a.kv_weight, a.kv_bias, any_norm_rope(a.norm_rope), static_cast<int>(a.v_head_dim), nullptr, nullptr, false};
   const unsigned row_tiles = blocks_for(p.rows.tokens, kAnyRows);
   if (p.rows.tokens > 4 * kAnyThreads || m.context.raw) {
-    if (p.first_layer == 0)
-      launch(plan_kernel, {.block = kPlanThreads, .shared = kPlanBytes, .overlap = true}, stream, p.rows, m.list, m.count);
+    if (p.first_layer == 0) launch_plan(p.rows, m, stream);
     shape.list = m.list, shape.list_count = m.count;
   }
   if (m.context.raw) {
@@ -356,7 +363,9 @@ void run(const MaterializeArgs& a, Stream stream) {
   const Parts at = parts(a.tokens, hidden, with_context ? size_of(nr.io) : 0);
   char* const workspace = static_cast<char*>(a.workspace);
   m.list = reinterpret_cast<Row*>(workspace), m.count = reinterpret_cast<int*>(workspace + at.count);
-  m.parts = reinterpret_cast<float*>(workspace + at.sums), m.part_flags = reinterpret_cast<unsigned long long*>(workspace + at.flags);
+  if (!with_context) {
+    m.parts = reinterpret_cast<float*>(workspace + at.sums), m.part_flags = reinterpret_cast<unsigned long long*>(workspace + at.flags);
+  }
   if (with_context)
     m.context = {reinterpret_cast<std::uint16_t*>(workspace + at.raw), reinterpret_cast<float*>(workspace + at.squares),
                  values(a.hidden_norm_weight), a.hidden_norm_eps, p.hidden};

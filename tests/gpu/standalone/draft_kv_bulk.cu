@@ -190,49 +190,51 @@ CUtensorMap rows_map(const void* x, int64_t rows, int64_t hidden, int64_t stride
   }
   return m;
 }
-static bool g_pdl = false;
 static float* g_parts;
 static unsigned long long* g_flags;
 static bool g_bulk_pdl = false;
+static int g_plan_blocks = kPlanBlocks;
 template <class K, class... A>
-void launch_over(K k, int grid, int block, size_t shared, A... args) {
+void launch_over(K k, int grid, int block, size_t shared, int cluster, A... args) {
   SPECSTATE_CK(cudaFuncSetAttribute(k, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
   cudaLaunchConfig_t c{};
   c.gridDim = grid;
   c.blockDim = block;
   c.dynamicSmemBytes = shared;
   c.stream = st;
-  cudaLaunchAttribute a[1];
-  a[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  a[0].val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute a[2];
+  a[0].id = cudaLaunchAttributeClusterDimension;
+  a[0].val.clusterDim = {(unsigned)cluster, 1, 1};
+  a[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  a[1].val.programmaticStreamSerializationAllowed = 1;
   c.attrs = a;
-  c.numAttrs = g_bulk_pdl;
+  c.numAttrs = 1 + g_bulk_pdl;
   SPECSTATE_CK(cudaLaunchKernelEx(&c, k, args...));
 }
+/// Which rows are written: found out beside the products (only without commit lengths), by each block before, or by a kernel before.
+enum Planned { kBeside, kHere, kListed };
 template <int D>
-void launch_bulk(int, const CUtensorMap& m, const Problem& all, int sms = 132, bool deal = true, bool gather = false) {
+void launch_bulk(const CUtensorMap& wide, const CUtensorMap& m, const Problem& all, int sms = 132, Planned planned = kBeside,
+                 int gather = 0) {
   auto k = bulk_rows<core::bfloat16, D>;
+  using B = Bulk<D>;
   static unsigned long long number = 0x1234567812345678ull;
   const int T = all.rows.tokens;
   for (int first = 0; first < T; first += kListRows) {
     Problem p = all;
     p.rows.first = first;
     p.rows.tokens = std::min(T - first, kListRows);
-    Row* list = g_list;
-    int* count = (int*)(g_list + kListRows);
-    BulkShape s{p.layers * 2 * p.heads * D / 128, nullptr, nullptr, Runs::of(p.hidden), g_parts, nullptr, number += 0x9E3779B97F4A7C15ull};
+    BulkShape s{B::places(p.layers, p.heads), Runs::of(p.hidden), nullptr, nullptr, g_parts, g_flags, number += 0x9E3779B97F4A7C15ull};
     s.gather = gather;
-    int tiles = (p.rows.tokens + 127) / 128 * s.head_tiles, blocks = std::min(sms, tiles);
-    bool pdl = g_bulk_pdl;
-    if (!deal || p.rows.tokens > kDealtRows || sms < 8) {
+    s.as_they_lie = planned == kBeside && !p.rows.commit.data && p.rows.tokens <= kMarkedRows;
+    const bool pdl = g_bulk_pdl;
+    if (planned == kListed || p.rows.tokens > kMarkedRows) {
+      s.list = g_list, s.list_count = (int*)(g_list + kListRows);
       g_bulk_pdl = true;
-      launch_over(plan_kernel, 1, kPlanThreads, kPlanBytes, p.rows, list, count);
-      s.list = list;
-      s.list_count = count;
-    } else
-      s.part_flags = g_flags, blocks = sms;
-    g_bulk_pdl = pdl;
-    launch_over(k, blocks, Bulk::kThreads, Bulk::kShared, m, rows_map(p.ctx, T, p.hidden, p.ctx_stride, 128), p, s);
+      launch_over(plan_kernel, g_plan_blocks, kPlanThreads, kPlanBytes, g_plan_blocks, p.rows, g_list, (int*)(g_list + kListRows));
+      g_bulk_pdl = pdl;
+    }
+    launch_over(k, sms, B::kThreads, B::kShared, 1, wide, m, rows_map(p.ctx, T, p.hidden, p.ctx_stride, 128), p, s);
   }
 }
 template <class T>
@@ -403,20 +405,31 @@ int main(int argc, char** argv) {
     auto* proj = dev<double>((int64_t)T * rows);
     ref_product<<<dim3(rows / 8, std::min((T + 7) / 8, 16)), 256, 0, st>>>(x, w, usebias ? bias : nullptr, proj, T, rows, H, 0, 0);
     int64_t pool = (int64_t)L * slots * N * D;
-    uint16_t *kp[12], *vp[12];
-    for (int i = 0; i < 12; i++) {
+    uint16_t *kp[16], *vp[16];
+    for (int i = 0; i < 16; i++) {
       kp[i] = dev<uint16_t>(pool);
       vp[i] = dev<uint16_t>(pool);
       SPECSTATE_CK(cudaMemset(kp[i], 0x5A, pool * 2));
       SPECSTATE_CK(cudaMemset(vp[i], 0x5A, pool * 2));
     }
-    CUtensorMap m4 = make_map(w, rows, H, 4), m2 = make_map(w, rows, H, D == 128 ? 1 : 2);
+    CUtensorMap quarters = make_map(w, rows, H, 1), wide = make_map(w, rows, H, 4);
     int first_ran = -1;
-    static const char* names[12] = {
-        "-", "-", "dealt", "-", "dealt gather", "-", "dealt, 9 blk", "-", "whole", "whole gather", "whole, 5 blk", "dealt again"};
-    for (int v = 0; v < 12; v++) {
-      const int of[12] = {2, 3, 2, 3, 2, 3, 2, 3, 2, 2, 2, 2};
-      if (v < 2 || of[v] == 3 || (H > 4096)) continue;
+    struct Form {
+      const char* name;
+      Planned planned;
+      int sms;
+      int gather;
+    };
+    static const Form forms[] = {
+        {"beside", kBeside, 132, 0},        {"here", kHere, 132, 0},     {"listed", kListed, 132, 0}, {"gather", kHere, 132, 1},
+        {"gather, listed", kListed, 77, 1}, {"5 blocks", kBeside, 5, 0}, {"66 blocks", kHere, 66, 0}, {"99 blocks", kBeside, 99, 0},
+        {"again", kBeside, 132, 0}};
+    int v = -1;
+    for (const Form& form : forms) {
+      ++v;
+#ifdef SPECSTATE_NO_64
+      if (D == 64) continue;
+#endif
       Problem p{};
       p.rows = {{slot, true, W ? (int64_t)W : 0, 1}, {pos, true, 0, 1}, {W ? commit : nullptr, false, 0, 1}, 0, T, win, slots, P, flag};
       p.ctx = x;
@@ -442,13 +455,13 @@ int main(int argc, char** argv) {
         p.target[0][l] = {{kp[v] + l * slots * N * D, (int64_t)N * D, D, 1}, 1};
         p.target[1][l] = {{vp[v] + l * slots * N * D, (int64_t)N * D, D, 1}, 1};
       }
-      const int sms = v == 6 ? 9 : v == 7 ? 3 : v == 10 ? 5 : 132;
-      const bool ga = v == 4 || v == 5 || v == 7 || v == 9, deal = v < 8 || v == 11;
-      if (D == 128) {
-        launch_bulk<128>(of[v], m4, p, sms, deal, ga);
-      } else {
-        launch_bulk<64>(of[v], m4, p, sms, deal, ga);
-      }
+      g_plan_blocks = form.sms == 132 ? kPlanBlocks : 1;
+      if (D == 128)
+        launch_bulk<128>(wide, quarters, p, form.sms, form.planned, form.gather);
+#ifndef SPECSTATE_NO_64
+      else
+        launch_bulk<64>(wide, quarters, p, form.sms, form.planned, form.gather);
+#endif
       cudaError_t e = cudaStreamSynchronize(st);
       if (e) {
         printf("%s form %d: %s\n", name, v, cudaGetErrorString(e));
@@ -467,13 +480,13 @@ int main(int argc, char** argv) {
       SPECSTATE_CK(cudaStreamSynchronize(st));
       failed |= s[6] || s[7] || 100.0 * s[1] > 0.1 * std::max(s[0], 20000ull);
       printf(
-          "%-16s %-12s rows %4d/%4d: V %llu off %.4f%% bad %llu | K off %.3f%% bad %llu | stray %llu | differs from the first form %llu\n",
-          name, names[v], cnt, T, s[0], 100.0 * s[1] / std::max(1ull, s[0]), s[2], 100.0 * s[4] / std::max(1ull, s[3]), s[5], s[6], s[7]);
+          "%-16s %-14s rows %4d/%4d: V %llu off %.4f%% bad %llu | K off %.3f%% bad %llu | stray %llu | differs from the first form %llu\n",
+          name, form.name, cnt, T, s[0], 100.0 * s[1] / std::max(1ull, s[0]), s[2], 100.0 * s[4] / std::max(1ull, s[3]), s[5], s[6], s[7]);
     }
     for (void* p : {(void*)w, (void*)x, (void*)norm, (void*)bias, (void*)eps, (void*)table, (void*)pos, (void*)slot, (void*)written,
                     (void*)commit, (void*)dn, (void*)proj})
       cudaFree(p);
-    for (int i = 0; i < 12; i++) {
+    for (int i = 0; i < 16; i++) {
       cudaFree(kp[i]);
       cudaFree(vp[i]);
     }
@@ -499,6 +512,7 @@ int main(int argc, char** argv) {
       check("dense 9 heads", 2560, 1, 9, 128, 128, 700, 0, true, false, true, 2);
       check("dense D64", 1024, 1, 3, 64, 64, 260, 0, true, true, true, 2);
       check("K3", 7168, 6, 8, 128, 128, 264, 16, true, false, false, 0);
+      check("many 8200", 512, 1, 2, 128, 128, 8200, 8, true, false, false, 1);
       check("many 2100", 4096, 1, 8, 128, 128, 2100, 0, true, false, false, 1);
     }
     if (!tiny) check("again", 4096, 5, 8, 128, 128, 384, 0, true, false, false, 2);
@@ -534,6 +548,9 @@ int main(int argc, char** argv) {
     fill<<<256, 256, 0, st>>>((__nv_bfloat16*)table, (int64_t)P * R * 2, 0.5f, 0, 9);
     auto* pos = dev<int64_t>(TM);
     auto* slot = dev<int64_t>(TM);
+    auto* commit = dev<int>(TM);
+    std::vector<int> sevens(TM, 7);
+    SPECSTATE_CK(cudaMemcpy(commit, sevens.data(), TM * 4, cudaMemcpyHostToDevice));
     std::vector<int64_t> h(TM), hs(TM);
     for (int i = 0; i < TM; i++) h[i] = i, hs[i] = (i * 7) % slots;
     SPECSTATE_CK(cudaMemcpy(pos, h.data(), TM * 8, cudaMemcpyHostToDevice));
@@ -562,86 +579,107 @@ int main(int argc, char** argv) {
       }
       return p;
     };
-    std::vector<CUtensorMap> m4, m2, m4n, m2n, m2n2, m1;
-    for (auto p : w) {
-      m4.push_back(make_map(p, rows, H, 4));
-      m2.push_back(make_map(p, rows, H, 8));
-      m4n.push_back(make_map(p, rows, H, 4, false));
-      m2n.push_back(make_map(p, rows, H, 1, false));
-      m2n2.push_back(make_map(p, rows, H, 2, false));
-      m1.push_back(make_map(p, rows, H, 1));
-    }
+    std::vector<CUtensorMap> quarters, wide;
+    for (auto p : w) quarters.push_back(make_map(p, rows, H, 1)), wide.push_back(make_map(p, rows, H, 4));
     printf("H %d: weights %.1f MB; %.2f us at 4.3 TB/s\n", H, rows * H * 2e-6, rows * H * 2 / 4.3e6);
 #ifdef SPECSTATE_BULK_TRACE
     if (H == 4096)
       for (int T : {256, 512, 1024, 4096})
-        for (int gr : {2})
-          for (int ga = 0; ga < 2; ga++) {
-            void* at;
-            SPECSTATE_CK(cudaGetSymbolAddress(&at, bulk_trace_of));
-            int n = T > 1024 ? 40 : 100;
-            for (int i = 0; i < n; i++) {
-              if (i == n - 1) SPECSTATE_CK(cudaMemsetAsync(at, 0, sizeof(bulk_trace_of), st));
-              launch_bulk<128>(gr, m4[i % 3], problem(T, i), 132, true, ga);
-            }
-            SPECSTATE_CK(cudaStreamSynchronize(st));
-            static unsigned long long h[132][16][8];
-            SPECSTATE_CK(cudaMemcpyFromSymbol(h, bulk_trace_of, sizeof h));
-            double ghz = 0;
-            for (int t = 1; t < 16; t++)
-              if (h[0][t][7] && h[0][t - 1][7]) ghz = double(h[0][t][6] - h[0][t - 1][6]) / (h[0][t][7] - h[0][t - 1][7]);
-            printf(
-                "H %d T %d %s%s: %.2f GHz; per tile, cycles (medians over blocks): begin->last run, ->summed, ->left, ->next; beside: "
-                "start after left, duration\n",
-                H, T, gr == 2 ? "narrow" : "wide", ga ? " gathered" : "", ghz);
-            for (int t = 0; t < (T > 1024 ? 7 : 16); t++) {
-              std::vector<long long> v[6];
-              for (int b = 0; b < 132; b++)
-                if (h[b][t][6]) {
-                  auto* x = h[b][t];
-                  v[0].push_back(x[1] - x[0]);
-                  v[1].push_back(x[2] - x[1]);
-                  v[2].push_back(x[3] - x[2]);
-                  v[3].push_back(x[6] - x[3]);
-                  if (x[5]) {
-                    v[4].push_back(x[4] - x[3]);
-                    v[5].push_back(x[5] - x[3]);
-                  }
-                }
-              if (v[0].empty()) {
-                if (t > 0) break;
-                continue;
-              }
-              printf("  tile %2d (%3zu):", t, v[0].size());
-              for (auto& u : v) {
-                if (u.empty()) continue;
-                std::sort(u.begin(), u.end());
-                printf(" %lld/%lld", u[u.size() / 2], u.back());
-              }
-              printf("\n");
-            }
+        for (int ga : {0, 1}) {
+          void* at;
+          SPECSTATE_CK(cudaGetSymbolAddress(&at, bulk_trace_of));
+          int n = T > 1024 ? 40 : 100;
+          for (int i = 0; i < n; i++) {
+            if (i == n - 1) SPECSTATE_CK(cudaMemsetAsync(at, 0, sizeof(bulk_trace_of), st));
+            launch_bulk<128>(wide[i % 3], quarters[i % 3], problem(T, i), 132, ga ? kHere : kBeside, ga);
           }
+          SPECSTATE_CK(cudaStreamSynchronize(st));
+          static unsigned long long h[132][16][8];
+          SPECSTATE_CK(cudaMemcpyFromSymbol(h, bulk_trace_of, sizeof h));
+          double ghz = 0;
+          for (int t = 1; t < 16; t++)
+            if (h[0][t][7] && h[0][t - 1][7]) ghz = double(h[0][t][6] - h[0][t - 1][6]) / (h[0][t][7] - h[0][t - 1][7]);
+          printf(
+              "H %d T %d %s%s: %.2f GHz; per tile, cycles (medians over blocks): begin->first stage, ->summed, ->left, ->next; beside: "
+              "start after left, duration\n",
+              H, T, "",
+              ga == 0   ? ""
+              : ga == 1 ? " gathered"
+                        : " gathered by map",
+              ghz);
+          if (T <= 1024) {
+            std::vector<long long> v[4];
+            for (int b = 0; b < 132; b++)
+              if (h[b][15][3])
+                for (int e = 0; e < 4; e++) v[e].push_back(e < 3 ? h[b][15][e + 1] - h[b][15][e] : h[b][0][0] - h[b][15][3]);
+            printf("  before (entry->waited->listed->begin):");
+            for (auto& u : v) std::sort(u.begin(), u.end()), printf(" %lld/%lld", u[u.size() / 2], u.back());
+            printf("\n");
+          }
+          for (int t = 0; t < (T > 1024 ? 7 : 15); t++) {
+            std::vector<long long> v[6];
+            for (int b = 0; b < 132; b++)
+              if (h[b][t][6]) {
+                auto* x = h[b][t];
+                v[0].push_back(x[1] - x[0]);
+                v[1].push_back(x[2] - x[1]);
+                v[2].push_back(x[3] - x[2]);
+                v[3].push_back(x[6] - x[3]);
+                if (x[5]) {
+                  v[4].push_back(x[4] - x[3]);
+                  v[5].push_back(x[5] - x[3]);
+                }
+              }
+            if (v[0].empty()) {
+              if (t > 0) break;
+              continue;
+            }
+            printf("  tile %2d (%3zu):", t, v[0].size());
+            for (auto& u : v) {
+              if (u.empty()) continue;
+              std::sort(u.begin(), u.end());
+              printf(" %lld/%lld", u[u.size() / 2], u.back());
+            }
+            printf("\n");
+          }
+        }
 #endif
     if (trace_run) continue;
-    for (int T : {144, 192, 256, 320, 384, 512, 640, 768, 896, 1024, 2048, 4096, 8192, 16384}) {
-      if (T > 1024 && H != 4096) continue;
+    for (int T : {144, 224, 256, 384, 448, 512, 640, 768, 896, 1024, 1792, 2048, 4096, 8192, 16384}) {
+      if (H != 4096 && T != 224 && T != 256 && T != 448 && T != 1024 && T != 16384) continue;
       int n = T > 4096 ? 2 : T > 1024 ? 3 : 9, samples = T > 4096 ? 3 : T > 1024 ? 5 : 11;
       printf("T %d:", T);
-      static const char* names[5] = {"dealt", "whole", "dealt gather", "whole gather", "overlap"};
-      for (int form = 0; form < 5; form++) {
-        if (T > 1024 && (form == 0 || form == 2)) continue;
-        if (form == 1 && T < 1000 && T != 512) continue;
-        if (form == 3 && T < 2000) continue;
-        g_bulk_pdl = form == 4;
-        printf(" %s %.2f", names[form],
+      const auto report = [&](const char* name, Planned planned, int gather, bool windows) {
+        printf(" %s %.2f", name,
                time_graph(
                    n,
                    [&](int i) {
-                     launch_bulk<128>(2, m4[i % 3], problem(T, i), 132, form == 0 || form == 2 || form == 4, form == 2 || form == 3);
+                     Problem p = problem(windows ? T * 16 / 7 : T, i);
+                     if (windows) p.rows.commit = {commit, false, 0, 1}, p.rows.width = 16;
+                     launch_bulk<128>(wide[i % 3], quarters[i % 3], p, 132, planned, gather);
                    },
                    samples));
+      };
+      if (T > kMarkedRows)
+        for (int blocks : {1, kPlanBlocks})
+          printf(" plan by %d %.2f", blocks,
+                 time_graph(
+                     9,
+                     [&](int i) {
+                       Rows x = problem(std::min(T, kListRows), i).rows;
+                       launch_over(plan_kernel, blocks, kPlanThreads, kPlanBytes, blocks, x, g_list, (int*)(g_list + kListRows));
+                     },
+                     11));
+      report("beside", kBeside, 0, false);
+      if (T <= kMarkedRows) {
+        report("here", kHere, 0, false);
+        g_bulk_pdl = true;
+        report("beside, overlap", kBeside, 0, false);
+        report("here, overlap", kHere, 0, false);
+        g_bulk_pdl = false;
       }
-      g_bulk_pdl = false;
+      report("gather", kHere, 1, false);
+      if (T == 224 || T == 448 || T == 1792) report("7 of 16", kHere, 0, true);
       double best = 1e9;
       if (lt.ok) {
         auto pl = lt.plan(T, rows, H);
