@@ -59,6 +59,7 @@ struct Plan {
   u32 part;          // entries of the table of claims that a CTA has, a multiple of 4
   u32 rows_kept;     // of the lists' rows of the host; the others are read again when it is their turn
   bool tokens_kept;  // so are tokens
+  bool next_early;   // the next kernel finds room beside this one
   u32 columns_words, hot_words, tail_mask, scratch_words, filter_mask;
   u32 stash_rows, stash_pitch;  // that fit into what is left; bytes of one
   u32 context, tail;
@@ -84,8 +85,7 @@ struct Shared {             // the fixed part
   u64 placed, met;          // it is known where the rows go; the thinking warps of all CTAs have come here
   u64 resolved;             // the lists are complete
   u32 lists;                // lengths of mine: moves() | again() << 16
-  u32 taken;                // so many rows of the stash have a warp that brings them
-  u32 next;                 // the first row that neither the stash nor a warp has taken
+  u32 taken;                // so many rows have a warp that brings them
   u32 bad;                  // something that makes the row invalid
   u32 busy;                 // there is something to move
   u32 low, high;            // range of the keys
@@ -204,7 +204,6 @@ struct Swap {
     if (threadIdx.x == 0) {
       s().lists = s().high = s().taken = s().bad = 0;
       s().low = kTaken;
-      s().next = plan.stash_rows;
     }
   }
 
@@ -265,7 +264,7 @@ struct Swap {
       const bool some = threadIdx.x < kResolvers && o < occurrences();
       const u32 step = some ? plan.by_step(o) : 0;
       const std::int32_t* const from = selection + i64{plan.token_step} * step + (o - step * static_cast<u32>(x.top_k));
-      const int4 t = *(some ? reinterpret_cast<const int4*>(from) : &no_tokens);
+      [[maybe_unused]] const int4 t = *(some ? reinterpret_cast<const int4*>(from) : &no_tokens);
       const Wide length = ask_length(some, step);
       a[0] = {t.x, length}, a[1] = {t.y, length}, a[2] = {t.z, length}, a[3] = {t.w, length};
     } else {
@@ -1084,23 +1083,35 @@ struct Swap {
       }
     }
   }
+  __device__ __forceinline__ u32 next_rows() const {
+    u32 first = 0;
+    if (lane_id() == 0) first = atomicAdd(&s().taken, at_once());
+    return __shfl_sync(kFull, first, 0);
+  }
+  __device__ __forceinline__ void move_straight(u32 first) {
+    const u32 e = first + lane_id(), n = min(at_once(), moves() - first);
+    move_pool_rows(copy, lane_id() < n ? host_row_at(e) : 0, lane_id() < n ? target()[e] : -1, n);
+  }
+  /// Until it is known where rows go: into the stash. Then what lies there goes to its place.
   __device__ __forceinline__ void bring(u32 taken) {
-    const u32 early = min(moves(), plan.stash_rows), item = static_cast<u32>(copy.item);
+    const u32 moves_ = moves(), item = static_cast<u32>(copy.item);
+    u32 held = kEmpty;
 #pragma unroll 1
-    for (;;) {
-      u32 first = 0;
-      if (lane_id() == 0) first = atomicAdd(&s().taken, at_once());
-      first = __shfl_sync(kFull, first, 0);
-      if (first >= early) break;
-      const u32 n = min(at_once(), early - first);
-      take(first, n, lane_id() < n ? row_of()[first + lane_id()] : 0, taken);
+    while (plan.stash_rows > 0 && held == kEmpty && !__any_sync(kFull, ptx::barrier_passed(&s().placed, phase))) {
+      const u32 first = next_rows();
+      if (first >= moves_) break;
+      const u32 n = min(at_once(), moves_ - first);
+      if (first + n <= plan.stash_rows)
+        take(first, n, lane_id() < n ? row_of()[first + lane_id()] : 0, taken);
+      else
+        held = first;
     }
     ptx::fence_async();
     ptx::barrier_wait(&s().placed, phase);
-    if (s().busy == 0 || __all_sync(kFull, taken == 0)) return;
+    if (s().busy == 0) return;
     __syncwarp();
 #pragma unroll 1
-    for (u32 base = 0; base < early; base += 32) {
+    for (u32 base = 0; base < plan.stash_rows; base += 32) {
       const u32 e = base + lane_id();
       if (__shfl_sync(kFull, taken, base / 32) >> lane_id() & 1u)
         if (const std::int32_t loc = target()[e]; loc >= 0) {
@@ -1110,19 +1121,12 @@ struct Swap {
         }
     }
     ptx::bulk_commit();
+    if (held != kEmpty) move_straight(held);
   }
-  /// The others, by whichever warp is free.
+  /// The others, by all warps.
   __device__ __forceinline__ void bring_rest() {
-    const u32 moves_ = moves();
 #pragma unroll 1
-    for (;;) {
-      u32 first = 0;
-      if (lane_id() == 0) first = atomicAdd(&s().next, at_once());
-      first = __shfl_sync(kFull, first, 0);
-      if (first >= moves_) break;
-      const u32 e = first + lane_id(), n = min(at_once(), moves_ - first);
-      move_pool_rows(copy, lane_id() < n ? host_row_at(e) : 0, lane_id() < n ? target()[e] : -1, n);
-    }
+    for (u32 first; (first = next_rows()) < moves();) move_straight(first);
   }
 
   /// What is read first of a row; nothing here waits for it.
@@ -1160,6 +1164,7 @@ struct Swap {
     Look l;
     look(begin.asked, l);
     const Tail tail = ask_tail();
+    if (plan.next_early) ptx::let_next_start();
     const std::int32_t clock = ask_clock();
     cluster_wait();  // all parts of the table of claims are empty
     bool busy;
@@ -1191,6 +1196,7 @@ struct Swap {
         tell(plan.box + rank * plan.box_bytes, kOrdinary ? plan.box_bytes : sizeof(Head), &s().told);
         busy = learn();
         if (threadIdx.x == 0) s().busy = busy;
+        if (!busy) ptx::let_next_start();  // nothing to move: all are about to leave
         if (busy)
           decide();
         else
@@ -1227,7 +1233,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   Swap<Args, kDeep, kOrdinary> swap{x, copy, plan, memory, ptx::cluster_rank(), 0, 0, 0, 0, 0, {}, nullptr, nullptr, nullptr, nullptr};
   ptx::wait_for_previous();
-  ptx::let_next_start();
   const u32 clusters = gridDim.x / plan.cluster;
 #pragma unroll 1
   for (i64 b = blockIdx.x / plan.cluster;;) {
@@ -1415,6 +1420,8 @@ void run_swap(const Args& x, Stream stream) {
   add_stash(plan, copy, most);
   specstate::cuda::Launch shape;
   shape.grid = clusters_for(x.batch, cluster, x.sm_budget) * cluster;
+  // Blocks of the next kernel that came early would crowd on the few multiprocessors that this one leaves.
+  plan.next_early = shape.grid.x + 32 <= static_cast<unsigned>(specstate::cuda::device_info().multiprocessors);
   shape.block = kThreads;
   shape.shared = plan.bytes;
   shape.cluster = cluster;
