@@ -1,5 +1,7 @@
 // KDA on CUDA: from the arguments to the form of a kernel and its launch.
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <initializer_list>
 #include <limits>
 #include <span>
@@ -266,9 +268,27 @@ int ring_warps(const VerifyCall& a, const launching::DeviceInfo& device) {
   return heads <= device.multiprocessors || (heads <= 3 * device.multiprocessors && a.T >= 4 * a.N) ? 16 : 8;
 }
 
-/// Whether spread.cuh is the fastest: all its CTAs at once, one a multiprocessor.
+/// Clusters of spread.cuh that this GPU holds at once, one CTA a multiprocessor: their number depends on how its multiprocessors are grouped.
+int clusters_at_once(const launching::DeviceInfo& device) {
+  static std::array<std::atomic<int>, 64> known;
+  std::atomic<int>& n = known[static_cast<std::size_t>(device.index) % known.size()];
+  if (n == 0) {
+    const SpreadKernel kernel = verify_spread();
+    cudaLaunchAttribute cluster{};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {SpreadCall::kParts, 1, 1};
+    cudaLaunchConfig_t config{};
+    config.gridDim = SpreadCall::kParts, config.blockDim = static_cast<unsigned>(kernel.threads), config.attrs = &cluster,
+    config.numAttrs = 1;
+    int found = 0;
+    SPECSTATE_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&found, kernel.run, &config));
+    n = std::max(found, 1);
+  }
+  return n;
+}
+/// Whether spread.cuh is the fastest: where all heads are worked on at once.
 bool spreads(const VerifyCall& a, const launching::DeviceInfo& device) {
-  return forced().warps ? forced().warps == 4 && a.N < 65536 : a.N * a.HV * SpreadCall::kParts <= device.multiprocessors;
+  return forced().warps ? forced().warps == 4 && a.N < 65536 : a.N * a.HV <= clusters_at_once(device);
 }
 
 }  // namespace

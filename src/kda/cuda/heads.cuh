@@ -331,6 +331,35 @@ __device__ __forceinline__ void load_inputs(M& s, int kind, int t, int lane, Qua
 #pragma unroll
   for (int i = 0; i < 4; ++i) in[i] = *reinterpret_cast<const Quad<bfloat16>*>(s.inputs(kind) + (t + i) * kDim + lane * 4);
 }
+/// Convolution, SiLU and rounding of four channels: their inputs, oldest first, and their taps.
+__device__ __forceinline__ Quad<bfloat16> convolved(const Quad<bfloat16> (&in)[4], const Quad<float> (&taps)[4]) {
+  float w[4][4], z[4][4], y[4];
+#pragma unroll
+  for (int e = 0; e < 4; ++e) unpack(taps[e], w[e]), unpack(in[e], z[e]);
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    y[e] = fmaf(z[3][e], w[e][3], fmaf(z[2][e], w[e][2], fmaf(z[1][e], w[e][1], z[0][e] * w[e][0])));
+    y[e] *= quick_sigmoid(y[e]);
+  }
+  Quad<bfloat16> raw;
+  pack(y, raw);
+  return raw;
+}
+/// Gates of four channels become the logarithms of their decays. Call: HeadsCall, or what has its parameters of a gate.
+template <class Call>
+__device__ __forceinline__ void log_decays(const Call& a, float amplitude, const float (&bias)[4], float (&x)[4]) {
+  if (a.safe_gate) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) x[e] = a.lower_bound * sigmoid(amplitude * (x[e] + bias[e]));
+  } else {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float z = x[e] + bias[e], y = z * a.softplus_beta, soft = softplus(y) * a.inverse_beta;
+      x[e] = -(amplitude * (y > a.softplus_threshold || z != z ? z : soft));
+    }
+  }
+}
+
 /// Convolution, SiLU and rounding of token t of q, k or v.
 template <int kKind, class M>
 __device__ __forceinline__ void convolve(const HeadsCall& a, const Head& head, M& s, int t, int first, int lane,
@@ -338,17 +367,10 @@ __device__ __forceinline__ void convolve(const HeadsCall& a, const Head& head, M
   const int d = lane * 4;
   Quad<bfloat16> raw = in[3];
   if (a.conv) {
-    float taps[4][4], z[4][4], y[4];
+    Quad<float> taps[4];
 #pragma unroll
-    for (int e = 0; e < 4; ++e) unpack(*reinterpret_cast<const Quad<float>*>(s.taps + kKind * kDim + place_of_taps(d + e)), taps[e]);
-#pragma unroll
-    for (int w = 0; w < 4; ++w) unpack(in[w], z[w]);
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      y[e] = fmaf(z[3][e], taps[e][3], fmaf(z[2][e], taps[e][2], fmaf(z[1][e], taps[e][1], z[0][e] * taps[e][0])));
-      y[e] *= quick_sigmoid(y[e]);
-    }
-    pack(y, raw);
+    for (int e = 0; e < 4; ++e) taps[e] = *reinterpret_cast<const Quad<float>*>(s.taps + kKind * kDim + place_of_taps(d + e));
+    raw = convolved(in, taps);
   }
   if (kKind == 2) {
     *reinterpret_cast<Quad<bfloat16>*>(s.v[t] + d) = raw;
@@ -375,16 +397,7 @@ __device__ __forceinline__ void gates(const HeadsCall& a, const Head& head, M& s
   float bias[4], x[4];
   row_of_four(s.bias + d, bias);
   unpack(*reinterpret_cast<const Quad<bfloat16>*>(s.g(t) + d), x);
-  if (a.safe_gate) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) x[e] = a.lower_bound * sigmoid(amplitude * (x[e] + bias[e]));
-  } else {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const float z = x[e] + bias[e], y = z * a.softplus_beta, soft = softplus(y) * a.inverse_beta;
-      x[e] = -(amplitude * (y > a.softplus_threshold || z != z ? z : soft));
-    }
-  }
+  log_decays(a, amplitude, bias, x);
   if (float* const ring = head.at<float>(kRingG); ring && first + t < a.L)
     *reinterpret_cast<float4*>(ring + (first + t) * a.ring_g_step + d) = make_float4(x[0], x[1], x[2], x[3]);
   *reinterpret_cast<float4*>(s.decay[t] + d) = make_float4(exp_of(x[0]), exp_of(x[1]), exp_of(x[2]), exp_of(x[3]));

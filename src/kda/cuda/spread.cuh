@@ -132,21 +132,6 @@ __device__ __forceinline__ void copy_once(void* to, const void* from, std::uint6
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(ptx::shared(to)), "l"(from), "l"(policy) : "memory");
 }
 
-/// Convolution, SiLU and rounding.
-__device__ __forceinline__ Quad<bfloat16> convolved(const Quad<bfloat16> (&in)[4], const Quad<float> (&taps)[4]) {
-  float w[4][4], z[4][4], y[4];
-#pragma unroll
-  for (int e = 0; e < 4; ++e) unpack(taps[e], w[e]), unpack(in[e], z[e]);
-#pragma unroll
-  for (int e = 0; e < 4; ++e) {
-    y[e] = fmaf(z[3][e], w[e][3], fmaf(z[2][e], w[e][2], fmaf(z[1][e], w[e][1], z[0][e] * w[e][0])));
-    y[e] *= quick_sigmoid(y[e]);
-  }
-  Quad<bfloat16> raw;
-  pack(y, raw);
-  return raw;
-}
-
 __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ SpreadCall a) {
 #if __CUDA_ARCH__ >= 900
   __shared__ Shared s;
@@ -242,6 +227,19 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ Sp
       ptx::barrier_arrive(&s.windows_here);
     }
   }
+  float x[4], beta = 0;  // warps 6 and 7: log decays; the last: a token's beta
+  const auto open_gates = [&] {
+    if (kind == 3) {
+      float bias[4];
+      unpack(taps[0], bias), unpack(in[3], x);
+      plain::log_decays(a, amplitude_of(__uint_as_float(a.a_log_bf16 ? a_log << 16 : a_log)), bias, x);
+      *reinterpret_cast<float4*>(s.decay[t] + quad * 4) = make_float4(exp_of(x[0]), exp_of(x[1]), exp_of(x[2]), exp_of(x[3]));
+    } else if (warp == kLast && lane < kTokens) {
+      s.beta[lane] = beta = sigmoid(__uint_as_float(a.logit_bf16 ? logit << 16 : logit));
+    }
+  };
+  open_gates();
+  ptx::cluster_wait();  // every CTA of the cluster is there to be sent to
   ptx::barrier_wait(&s.windows_here, 0);
   const Found it = s.found;
   if (it.tokens > 0 && !it.padding) {
@@ -250,40 +248,19 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ Sp
 #pragma unroll
       for (int i = 0; i < 3; ++i)
         if (t + i < 3) in[i] = *reinterpret_cast<const Quad<bfloat16>*>(s.window[kind][t + i] + quad * 4);
-    if (it.begin != guess || n > a.each) ask_tokens(it.begin, n);
+    if (it.begin != guess || n > a.each) ask_tokens(it.begin, n), open_gates();
     // Tokens: each thread four channels of its own.
     Quad<bfloat16> raw = {};  // warps 0 to 5
-    float x[4];               // warps 6 and 7: log decays
+    float y[4];
     if (warp < 6) {
-      raw = a.conv ? convolved(in, taps) : in[3];
+      raw = a.conv ? plain::convolved(in, taps) : in[3];
       if (t >= n) raw = {};
-      float y[4];
       unpack(raw, y);
       put4((kind == 2 ? s.v[t] : s.keys[1 - kind][t]) + quad * 4, y, 1.0f);
-    } else if (warp < kProduct) {
-      float bias[4];
-      unpack(taps[0], bias), unpack(in[3], x);
-      const float amplitude = amplitude_of(__uint_as_float(a.a_log_bf16 ? a_log << 16 : a_log));
-      if (a.safe_gate) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) x[e] = a.lower_bound * sigmoid(amplitude * (x[e] + bias[e]));
-      } else {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const float z = x[e] + bias[e], y = z * a.softplus_beta, soft = softplus(y) * a.inverse_beta;
-          x[e] = -(amplitude * (y > a.softplus_threshold || z != z ? z : soft));
-        }
-      }
-      *reinterpret_cast<float4*>(s.decay[t] + quad * 4) =
-          t < n ? make_float4(exp_of(x[0]), exp_of(x[1]), exp_of(x[2]), exp_of(x[3])) : float4{};
-    } else if (warp == kLast && lane < kTokens) {
-      const float beta = sigmoid(__uint_as_float(a.logit_bf16 ? logit << 16 : logit));
-      s.beta[lane] = beta;
-      if (rank == 0 && lane < n && a.ring_beta && lane < a.L)
-        *reinterpret_cast<float*>(
-            along(along(along(a.ring_beta, it.slot, a.ring_beta_slot), hv, a.ring_beta_head), lane, a.ring_beta_step)) = beta;
+    } else if (warp == kLast && rank == 0 && lane < min(n, a.L) && a.ring_beta) {
+      *reinterpret_cast<float*>(along(along(along(a.ring_beta, it.slot, a.ring_beta_slot), hv, a.ring_beta_head), lane, a.ring_beta_step)) =
+          beta;
     }
-    ptx::cluster_wait();  // every CTA of the cluster is there to be sent to
     __syncthreads();
 
     const float *const k = s.keys[0][0] + quad * 4, *const q = s.keys[1][0] + quad * 4, *const decays = s.decay[0] + quad * 4;
@@ -321,6 +298,12 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ Sp
         s.operand[1][quad / 4 * 2 + i][t * 4 + quad % 4] = make_float4(x.x - large.x, x.y - large.y, x.z - large.z, x.w - large.w);
       }
     }
+    if (warp < 2) {  // q's norm
+      float sum = dot4(y, y);
+#pragma unroll
+      for (int distance = 1; distance < kQuads; distance *= 2) sum += __shfl_xor_sync(kAll, sum, distance);
+      if (quad < kParts) send(there(&s.triangles[rank][kTriangle + t], quad), sum, there(&s.triangles_here, quad));
+    }
     float large[2][4][2], small[2][4][2];
     if (warp < kProduct) {
       ptx::barrier_wait(&s.state_here, 0);
@@ -336,14 +319,6 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ Sp
         }
     }
     if (warp < kProduct || warp >= kLast) ptx::barrier_of(1, 32 * (kProduct + 2));
-    if (warp >= kLast) {  // q's norm
-      float query[4];
-      row_of_four(q + t * kChannels, query);
-      float sum = dot4(query, query);
-#pragma unroll
-      for (int distance = 1; distance < kQuads; distance *= 2) sum += __shfl_xor_sync(kAll, sum, distance);
-      if (quad < kParts) send(there(&s.triangles[rank][kTriangle + t], quad), sum, there(&s.triangles_here, quad));
-    }
     if (warp < kProduct) {
       const std::uint32_t to = there(&s.sums[rank][warp % 2 * 2][lane], warp / 2), there_too = there(&s.sums_here, warp / 2);
       float main[2][4], cross[2][4];
@@ -388,9 +363,9 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ Sp
           s.rows[e / 2 * kTokens + lane / 4][warp * 8 + lane % 4 * 2 + e % 2] = sum_of(x[0][e], x[1][e], x[2][e], x[3][e]);
       }
     }
-    float beta[kTokens], fk[kTokens], fq[kTokens], l[kTokens][kTokens], m[kTokens][kTokens], v[kTokens], weight[4], gates[2][4];
+    float betas[kTokens], fk[kTokens], fq[kTokens], l[kTokens][kTokens], m[kTokens][kTokens], v[kTokens], weight[4], gates[2][4];
     if (warp == kLast) {  // whatever does not need sums
-      row_of_eight(s.beta, beta);
+      row_of_eight(s.beta, betas);
 #pragma unroll
       for (int i = 0; i < kTokens; ++i) v[i] = s.v[i][lane];
       if (a.weight_bf16)
@@ -431,7 +406,7 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ Sp
         float sum = 0, out = 0;
 #pragma unroll
         for (int j = 0; j < i; ++j) sum = fmaf(l[i][j], u[j], sum), out = fmaf(m[i][j], u[j], out);
-        u[i] = beta[i] * fmaf(-fk[i], p[i] + sum, v[i]) * fk[i];
+        u[i] = betas[i] * fmaf(-fk[i], p[i] + sum, v[i]) * fk[i];
         s.o[i][lane] = fq[i] * (r[i] + fmaf(m[i][i], u[i], out));
       }
       __syncwarp();
@@ -473,7 +448,6 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ Sp
       }
     }
   } else {
-    ptx::cluster_wait();
     ptx::barrier_wait(&s.state_here, 0);  // it may have been asked for
     if (it.tokens > 0) clear_quarter(a, it.begin, it.begin + it.tokens, hv, rank);
   }
