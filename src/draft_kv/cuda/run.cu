@@ -209,7 +209,7 @@ void launch_bulk(const Problem& p, const TensorView& weight, std::int64_t rows, 
          {.grid = std::min(static_cast<unsigned>(std::min(device_info().multiprocessors, kMostBlocks)), tiles * kMostParts),
           .block = B::kThreads,
           .shared = B::kShared,
-          .overlap = p.rows.tokens <= 2 * B::kRows},  // more: blocks that come in one by one as those before leave take more time
+          .overlap = !shape.list},  // rounds of many tiles: blocks that come in one by one as those before leave take more time
          stream, weight_map(weight, kColumns, false), weight_map(weight, 32, false),
          tile_map(p.ctx, weight.dtype, rows, p.hidden, p.ctx_stride, B::kRows, false), p, shape);
 }
