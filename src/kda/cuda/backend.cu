@@ -262,10 +262,11 @@ bool in_frame(const VerifyCall& a, const launching::DeviceInfo& device) {
   if (forced().rows || a.update_state) return false;
   return a.snapshots ? 3 * a.N * a.HV >= 2 * device.multiprocessors : a.exact && !a.null_from_zero;
 }
-/// Warps of a CTA in ring mode: two CTAs of 8 a multiprocessor, or one of 16, which is faster for few heads and worse for few tokens.
+/// Warps of a CTA in ring mode: two CTAs of 8 a multiprocessor, or one of 16, which is faster for a head a multiprocessor, and for three of four
+/// tokens or more.
 int ring_warps(const VerifyCall& a, const launching::DeviceInfo& device) {
-  const std::int64_t heads = a.N * a.HV;
-  return heads <= device.multiprocessors || (heads <= 3 * device.multiprocessors && a.T >= 4 * a.N) ? 16 : 8;
+  const std::int64_t heads = a.N * a.HV, each = device.multiprocessors;
+  return heads <= each || (2 * each < heads && heads <= 3 * each && a.T >= 4 * a.N) ? 16 : 8;
 }
 
 /// Clusters of spread.cuh that this GPU holds at once, one CTA a multiprocessor: their number depends on how its multiprocessors are grouped.

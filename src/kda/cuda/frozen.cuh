@@ -4,7 +4,7 @@
 //     P_t = S0 . (D_t k_t),   Q_t = S0 . (D_t q_t),   L_tj = k_t . R_tj k_j,   A_tj = q_t . R_tj k_j,
 //     u_t = beta_t (v_t - P_t - sum_{j<t} L_tj u_j),   o_t = Q_t + sum_{j<=t} A_tj u_j,   S_n = S0 D_n + sum_j u_j (R_nj k_j)^T.
 // P and Q of all tokens are one product of S0 with 16 columns; what tokens do to each other is two triangles of 8 x 8.
-//   operands   a warp half a column of the triangles; a warp a token: D_t k_t and D_t q_t with their norms, in the order in which tensor cores
+//   operands   a warp half a column of the triangles; a warp two tokens: D_t k_t and D_t q_t with their norms, in the order in which tensor cores
 //              want them
 //   state      tensor cores, 3 x TF32: S0 and the operands in two parts each, without the product of the two small ones. The channels are
 //              summed in quarters, these in pairs. A warp has 16 rows; of 16 warps two share them, half the channels each
@@ -89,30 +89,42 @@ __device__ __forceinline__ void column(const HeadsCall& a, M& s, int j, int lane
   if (lane < kRows && t == j) s.fk[j] = a.l2norm ? inverse_norm(sum) : 1.0f;
 }
 
-/// D_t k_t and D_t q_t, and the norm of q_t.
+/// D_t k_t and D_t q_t, and the norm of q_t, of tokens t and t + 1 (t is even; what is behind the last token goes nowhere that is read).
 template <class M>
 __device__ __forceinline__ void operands(const HeadsCall& a, M& s, int t, int n, int lane) {
   const int d = lane * 4;
-  float product[4], k[4], q[4], y[kTokens][4];
-  row_of_four(s.keys[0][t] + d, k), row_of_four(s.keys[1][t] + d, q);
+  float product[4], k[2][4], q[2][4], y[kTokens - 1][4], last[4], sums[2];
 #pragma unroll
-  for (int i = 0; i < kTokens; ++i) row_of_four(s.decay[i] + d, y[i]);
+  for (int i = 0; i < 2; ++i) row_of_four(s.keys[0][t + i] + d, k[i]), row_of_four(s.keys[1][t + i] + d, q[i]);
+#pragma unroll
+  for (int i = 0; i < kTokens - 1; ++i) row_of_four(s.decay[i] + d, y[i]);
+  row_of_four(s.decay[t + 1] + d, last);
 #pragma unroll
   for (int e = 0; e < 4; ++e) product[e] = y[0][e];
 #pragma unroll
-  for (int i = 1; i < kTokens; ++i)
+  for (int i = 1; i < kTokens - 1; ++i)
     if (i <= t)
 #pragma unroll
       for (int e = 0; e < 4; ++e) product[e] *= y[i][e];
-  float sum = dot4(q, q);
 #pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) sum += __shfl_xor_sync(kAll, sum, distance);
-  if (lane == 0) s.fq[t] = a.l2norm ? inverse_norm(sum) * a.scale : a.scale;
-  if (t == n - 1) *reinterpret_cast<float4*>(s.product + d) = make_float4(product[0], product[1], product[2], product[3]);
+  for (int i = 0; i < 2; ++i) sums[i] = dot4(q[i], q[i]);
 #pragma unroll
-  for (int h = 0; h < 2; ++h)
-    operand(s, lane / 4 * 2 + h, t * 4 + lane % 4) = make_float4(k[2 * h] * product[2 * h], q[2 * h] * product[2 * h],
-                                                                 k[2 * h + 1] * product[2 * h + 1], q[2 * h + 1] * product[2 * h + 1]);
+  for (int distance = 1; distance < 32; distance *= 2)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) sums[i] += __shfl_xor_sync(kAll, sums[i], distance);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (i > 0)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) product[e] *= last[e];
+    if (lane == 0) s.fq[t + i] = a.l2norm ? inverse_norm(sums[i]) * a.scale : a.scale;
+    if (t + i == n - 1) *reinterpret_cast<float4*>(s.product + d) = make_float4(product[0], product[1], product[2], product[3]);
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      operand(s, lane / 4 * 2 + h, (t + i) * 4 + lane % 4) =
+          make_float4(k[i][2 * h] * product[2 * h], q[i][2 * h] * product[2 * h], k[i][2 * h + 1] * product[2 * h + 1],
+                      q[i][2 * h + 1] * product[2 * h + 1]);
+  }
 }
 
 /// The larger part of x: what tensor cores take of a float.

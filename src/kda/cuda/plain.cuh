@@ -78,7 +78,7 @@ __device__ __forceinline__ void work(const HeadsCall& a, M& s, int warp, int lan
     leave<kStageRead>(s);
     sync_workers<M>();
     if constexpr (M::kFrozen) {
-      // Columns' later rows go to 8 warps, all else to the others, or to the same ones: earlier tokens' operands with an earlier column.
+      // Columns' later rows go to 8 warps. Of the others, or of the same ones, four take the columns' earlier rows and four two tokens' operands each.
       float end[4];
       const int other = kWorkers == 8 ? warp : warp - 8;
       if (warp < n && n > kTokens / 2) column<true>(a, s, warp, lane, end);
@@ -86,7 +86,7 @@ __device__ __forceinline__ void work(const HeadsCall& a, M& s, int warp, int lan
         float unused[4];
         column<false>(a, s, other, lane, unused);
       }
-      if (0 <= other && other < n) operands(a, s, other, n, lane);
+      if (const int t = 2 * other - kTokens; 0 <= t && t < n) operands(a, s, t, n, lane);
       sync_workers<M>();
       if (!last && warp < n) keep_end(s, warp, lane, end);
       if (first == 0) ptx::barrier_wait(&s.state_here, phases >> 1);
