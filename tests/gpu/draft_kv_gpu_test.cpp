@@ -271,8 +271,8 @@ void check_stacked(DType io, std::int64_t tokens, std::int64_t layers, std::int6
 TEST(DraftKvGpu, TargetFeatures) {
   SPECSTATE_NEEDS_GPU();
   check({kB, 12, 4, 1, 1, 128, 128, 512, 576}, true, false, true);
-  check({kB, 72, 8, 1, 1, 64, 64, 512, 512}, true, true, false);    // two rounds
-  check({kB, 136, 8, 1, 1, 128, 64, 512, 512}, true, false, true);  // by many_rows
+  check({kB, 72, 8, 1, 1, 64, 64, 512, 512}, true, true, false);    // by many_features: part of a tile
+  check({kB, 136, 8, 1, 1, 128, 64, 512, 512}, true, false, true);  // two tiles
   check({kB, 20, 4, 2, 2, 46, 20, 33, 50}, true, false, false);
   if (!small()) check({kB, 60, 4, 1, 2, 64, 64, 1152, 1280}, true, true, false);
 }

@@ -3,10 +3,186 @@
 //
 // The norm needs whole rows, which no block of the product has. So the product leaves its rounded result and, for every block of 64 columns, the sum of
 // squares of each row; whoever reads the result next takes the row's factor from those sums (few rows: the projection's kernel, when it fetches its rows; many rows: a
-// kernel in between). Rows are those of the compacted list, in its order. Summation order as everywhere (problem.hpp).
+// kernel in between). Rows are those of the compacted list, in its order. Summation order: problem.hpp.
+#include "draft_kv/cuda/few_rows.cuh"
 #include "draft_kv/cuda/many_rows.cuh"
+#include "draft_kv/cuda/work.hpp"
 
 namespace specstate::draft_kv::cuda {
+
+/// The product of more rows than few_rows<0> takes. A tile has 128 rows x 128 columns, and a cluster of two blocks: each sums half of the runs. Then of every tile block r finishes the rows
+/// 64 r .. 64 r + 63, whose sums of the other block come through its shared memory. With whole tiles to a block 224 rows of 20 480 features would be 64 tiles of 100 us on 132
+/// multiprocessors.
+///   warps 0 - 3    fill the ring: weights by tensor map, rows, where some are left out, by copies that arrive at the stage's barrier by themselves
+///   groups 1, 2    multiply 64 rows each
+struct ManyFeatures {
+  static constexpr int kThreads = 384, kRows = 128, kStages = 6, kLoaders = 128;
+  static constexpr std::size_t kRowBytes = std::size_t{kRows} * kDepth * 2, kStage = kRowBytes + kStageBytes, kSumBytes = 128 * 64 * 4;
+  struct Tail {
+    std::uint64_t full[kStages], empty[kStages], sums, taken;
+  };
+  static constexpr std::size_t kShared = 1024 + kStages * kStage + kSumBytes + sizeof(Tail);
+};
+static_assert(ManyFeatures::kShared <= 232448);
+
+struct ManyFeaturesShape {
+  int column_tiles;
+  const Row* list;  // made by plan_kernel
+  const int* list_count;
+  Runs runs;
+};
+__device__ __forceinline__ std::uint64_t evict_normal() {
+  std::uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+template <class Io>
+__global__ void __launch_bounds__(ManyFeatures::kThreads, 1)
+    many_features(const __grid_constant__ CUtensorMap weights, const __grid_constant__ CUtensorMap rows, const __grid_constant__ Problem p,
+                  const __grid_constant__ ManyFeaturesShape shape, const __grid_constant__ Context context) {
+  using M = ManyFeatures;
+  constexpr int kRows = M::kRows, kStages = M::kStages;
+  extern __shared__ unsigned char shared_memory[];
+  unsigned char* const memory = shared_memory + (-ptx::shared(shared_memory) & 1023);
+  unsigned char* const received = memory + kStages * M::kStage;
+  auto& tail = *reinterpret_cast<M::Tail*>(received + M::kSumBytes);
+  const int thread = threadIdx.x, group = thread / 128, rank = static_cast<int>(ptx::cluster_rank());
+  const int cluster = blockIdx.x / 2, clusters = gridDim.x / 2;
+  if (thread == 0) prefetch_map(weights), prefetch_map(rows);
+  ptx::wait_for_previous();
+  const int count = *shape.list_count;
+  const bool dense = count == p.rows.tokens;  // rows lie one behind the other
+  if (thread == 0) {
+    for (int i = 0; i < kStages; ++i) ptx::barrier_init(&tail.full[i], dense ? 1 : 1 + M::kLoaders), ptx::barrier_init(&tail.empty[i], 8);
+    ptx::barrier_init(&tail.sums, 1), ptx::barrier_init(&tail.taken, 4);
+    ptx::fence_barriers();
+  }
+  ptx::cluster_sync();
+  const int first_run = rank * (kSlices / 2), k_begin = shape.runs.begin(first_run), k_end = shape.runs.begin(first_run + kSlices / 2);
+  const int row_tiles = (count + kRows - 1) / kRows, tiles = row_tiles * shape.column_tiles;
+  struct Tile {
+    int first_row, column_tile;
+  };
+  const auto tile_at = [&](int t) {  // groups of kGroupTiles row tiles, in a group the columns outside
+    const int group_size = kGroupTiles * shape.column_tiles, g = t / group_size, rest = t - g * group_size;
+    const int in_group = min(row_tiles - g * kGroupTiles, kGroupTiles), column = rest / in_group;
+    return Tile{first_row_of(g * kGroupTiles + rest - column * in_group, count), column};
+  };
+
+  if (group == 0) {
+    const std::uint64_t keep = ptx::evict_last();
+    const std::uint64_t of_weights = row_tiles <= 2 ? ptx::evict_first() : evict_normal();  // who else wants them comes at once, or soon
+    int stage = 0;
+    std::uint32_t parity = 1;
+    if (dense) {
+      if (thread == 0)
+        for (int t = cluster; t < tiles; t += clusters) {
+          const Tile tile = tile_at(t);
+          for (int k = k_begin; k < k_end; ++k) {
+            unsigned char* const a = memory + stage * M::kStage;
+            ptx::barrier_wait(&tail.empty[stage], parity);
+            ptx::barrier_expect(&tail.full[stage], static_cast<std::uint32_t>(M::kStage));
+            tile_load(a + M::kRowBytes, weights, k * kDepth, tile.column_tile * kColumns, &tail.full[stage], of_weights);
+            tile_load(a, rows, k * kDepth, static_cast<int>(p.rows.first) + tile.first_row, &tail.full[stage], keep);
+            if (++stage == kStages) stage = 0, parity ^= 1;
+          }
+        }
+    } else {
+      const int place = thread % 8, first_row = thread / 8;  // and every sixteenth row from there
+      const auto* const ctx =
+          reinterpret_cast<const uint4*>(static_cast<const std::uint16_t*>(p.ctx) + p.rows.first * p.ctx_stride) + place;
+      const auto stride = static_cast<std::uint32_t>(p.ctx_stride / 8);
+      for (int t = cluster; t < tiles; t += clusters) {
+        const Tile tile = tile_at(t);
+        std::uint32_t from[kRows / 16];  // in pieces; -1: beyond the last row, where nobody looks at the result
+#pragma unroll
+        for (int j = 0; j < kRows / 16; ++j) {
+          const int at = tile.first_row + first_row + 16 * j;
+          from[j] = at < count ? static_cast<std::uint32_t>(shape.list[at].row) * stride : ~0u;
+        }
+#pragma unroll 1
+        for (int k = k_begin; k < k_end; ++k) {
+          unsigned char* const a = memory + stage * M::kStage;
+          ptx::barrier_wait(&tail.empty[stage], parity);
+          if (thread == 0) {
+            ptx::barrier_expect(&tail.full[stage], static_cast<std::uint32_t>(kStageBytes));
+            tile_load(a + M::kRowBytes, weights, k * kDepth, tile.column_tile * kColumns, &tail.full[stage], of_weights);
+          }
+          unsigned char* const to = a + first_row * 128 + ((place ^ first_row % 8) << 4);
+          const uint4* const column = ctx + k * (kDepth / 8);
+#pragma unroll
+          for (int j = 0; j < kRows / 16; ++j)
+            if (from[j] != ~0u) ptx::copy_async(to + j * 2048, column + from[j]);
+          ptx::copy_async_arrive(&tail.full[stage]);
+          if (++stage == kStages) stage = 0, parity ^= 1;
+        }
+      }
+      ptx::copy_async_commit(), ptx::copy_async_wait<0>();  // nobody leaves before its copies have come
+    }
+    return;
+  }
+  const int side = group - 1, lane = thread % 32, warp = thread / 32 % 4;
+  int stage = 0, before = 0;
+  std::uint32_t parity = 0, pass = 0;
+  for (int t = cluster; t < tiles; t += clusters, ++pass) {
+    float d[64], sum[64];
+#pragma unroll
+    for (int j = 0; j < 64; ++j) d[j] = sum[j] = 0;  // d: or the compiler takes it for alive from the tile before
+    if (side == rank && thread % 128 == 0) ptx::barrier_expect(&tail.sums, M::kSumBytes);
+    int k = k_begin;
+#pragma unroll 1
+    for (int run = first_run; run < first_run + kSlices / 2; ++run) {
+      const int end = shape.runs.begin(run + 1);
+      for (bool first = true; k < end; ++k, first = false) {
+        const unsigned char* const m = memory + stage * M::kStage;
+        ptx::barrier_wait(&tail.full[stage], parity);
+        if (!dense) ptx::fence_async();  // rows that threads have copied, for the tensor cores
+        const std::uint64_t a = tile_descriptor(m + side * kRowTileBytes), b = tile_descriptor(m + M::kRowBytes);
+        product_fence();
+#pragma unroll
+        for (int s = 0; s < kDepth / 16; ++s) product<Io>(d, a + 2 * s, b + 2 * s, !first || s > 0);
+        product_commit();
+        if (!first) {
+          product_wait_all_but_one();
+          if (lane == 0) ptx::barrier_arrive(&tail.empty[before]);
+        }
+        before = stage;
+        if (++stage == kStages) stage = 0, parity ^= 1;
+      }
+      product_wait(d);
+      if (lane == 0) ptx::barrier_arrive(&tail.empty[before]);
+#pragma unroll
+      for (int j = 0; j < 64; ++j) sum[j] += d[j];
+    }
+    __syncwarp();
+    unsigned char* const unit = received + (warp * 16 * 32 + lane) * 16;
+    if (side != rank) {
+      if (pass > 0) barrier_wait_cluster(&tail.taken, (pass - 1) & 1);
+      const std::uint32_t to = address_in_block(unit, 1 - rank), barrier = address_in_block(&tail.sums, 1 - rank);
+#pragma unroll
+      for (int j = 0; j < 64; j += 4) send(to + j * 128, sum[j], sum[j + 1], sum[j + 2], sum[j + 3], barrier);
+      continue;
+    }
+    barrier_wait_cluster(&tail.sums, pass & 1);
+#pragma unroll
+    for (int j = 0; j < 64; j += 4) {
+      const float4 x = *reinterpret_cast<const float4*>(unit + j * 128);
+      sum[j] += x.x, sum[j + 1] += x.y, sum[j + 2] += x.z, sum[j + 3] += x.w;
+    }
+    __syncwarp();
+    if (t + clusters < tiles && lane == 0) arrive_in_block(address_in_block(&tail.taken, 1 - rank));
+    const Tile tile = tile_at(t);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int at = tile.first_row + side * 64 + 16 * warp + lane / 4 + 8 * h;
+      float y[16][2];
+#pragma unroll
+      for (int j = 0; j < 16; ++j) y[j][0] = sum[4 * j + 2 * h], y[j][1] = sum[4 * j + 2 * h + 1];
+      finish_features<Io, 2>(context, at, at < count, tile.column_tile, lane % 4, y);
+    }
+  }
+}
 
 /// A block a row of the list, in place.
 inline constexpr int kNormalizeThreads = 256;

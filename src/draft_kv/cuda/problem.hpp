@@ -24,7 +24,8 @@ struct Runs {
   SPECSTATE_HD constexpr int begin(int run) const { return run * stages + (run < longer ? run : longer); }
 };
 
-/// The runs of the product that makes features (features.cuh).
+/// The runs of the product that makes features (features.cuh): there are so many that the sums of the first and of the second half of them are made apart, each in
+/// rising order, and then added.
 inline constexpr int kSlices = 8;
 SPECSTATE_HD constexpr int slice_begin(int slice, int stages) { return Runs(kSlices, stages).begin(slice); }
 

@@ -15,6 +15,7 @@
 #include "draft_kv/cuda/any_rows.cuh"
 #include "draft_kv/cuda/bulk_rows.cuh"
 #include "draft_kv/cuda/features.cuh"
+#include "draft_kv/cuda/few_features.cuh"
 #include "draft_kv/cuda/few_rows.cuh"
 #include "draft_kv/cuda/flags.hpp"
 
@@ -214,31 +215,47 @@ void launch_bulk(const Problem& p, const TensorView& weight, std::int64_t rows, 
          tile_map(p.ctx, weight.dtype, rows, p.hidden, p.ctx_stride, B::kRows, false), p, shape);
 }
 
-/// few_rows; `rows` is what its tensor map of ctx covers, `columns` (of target features: kHeadDim 0) how many there are.
-template <class Io, int kHeadDim, int kGroups>
+/// few_rows, or few_features (kFeatures); `rows` is what its tensor map of ctx covers, `columns` how many there are; `next`: the weights [L, C, hidden] of the launch after fc's.
+template <class Io, int kHeadDim, bool kFeatures>
 void launch_few_of(const Problem& p, const TensorView& weight, std::int64_t rows, const Runs& runs, int columns, const Context& context,
-                   Stream stream) {
-  using F = Few<kHeadDim, kGroups>;
-  const auto clusters = clusters_at_once<2>(few_rows<Io, kHeadDim, kGroups>, F::kThreads);
+                   Stream stream, const TensorView* next = nullptr) {
+  using F = Few<kHeadDim, kFeatures>;
+  const auto kernel = [] {
+    if constexpr (kFeatures)
+      return few_features<Io, kHeadDim>;
+    else
+      return few_rows<Io, kHeadDim>;
+  }();
+  const auto clusters = clusters_at_once<2>(kernel, F::kThreads);
   const Places deal(p.layers, p.heads, static_cast<int>(clusters));
   const int places = kHeadDim == 128 ? deal.used() : columns / F::kWide;
-  const FewShape shape = F::shape({places, runs, deal}, p.rows.tokens, static_cast<std::size_t>(device_info().shared_bytes));
-  launch(few_rows<Io, kHeadDim, kGroups>,
-         {.grid = 2 * (kHeadDim == 128 ? clusters : std::min(clusters, static_cast<unsigned>(places))),
-          .block = F::kThreads,
-          .shared = F::shared_bytes(shape.stages, shape.box),
-          .cluster = 2,
-          .overlap = true},
-         stream, weight_map(weight, F::kWide, true), weight_map(weight, 32, true),
-         tile_map(p.ctx, weight.dtype, rows, weight.size(-1), p.ctx_stride, shape.box, false), p, shape, context);
+  FewShape shape = F::shape({places, runs, deal}, p, kFeatures && kHeadDim > 0, static_cast<std::size_t>(device_info().shared_bytes));
+  if (next) {
+    const Runs of_next = Runs::of(static_cast<int>(next->size(-1)));
+    shape.next_tiles = static_cast<int>(next->size(-2) * next->sizes[0] / kColumns), shape.next_stages = 4;
+    shape.next_half = of_next.begin(of_next.count / 2);
+  }
+  const Launch how{.grid = 2 * (kHeadDim == 128 ? clusters : std::min(clusters, static_cast<unsigned>(places))),
+                   .block = F::kThreads,
+                   .shared = F::shared_bytes(shape.stages, shape.box),
+                   .cluster = 2,
+                   .overlap = true};
+  const CUtensorMap wide = weight_map(weight, F::kWide, true),
+                    narrow = next ? weight_map(*next, kColumns, true) : weight_map(weight, 32, true),
+                    of_rows = tile_map(p.ctx, weight.dtype, rows, weight.size(-1), p.ctx_stride, shape.tokens, false);
+  if constexpr (kFeatures)
+    launch(kernel, how, stream, wide, narrow, of_rows, shape, p, context);
+  else
+    launch(kernel, how, stream, wide, narrow, of_rows, shape, p);
 }
 /// The projection of up to 128 rows as they lie: by pairs of blocks up to 64 of at most 4096 features.
 template <class Io, int kHeadDim>
 void launch_few(const Problem& p, const TensorView& weight, std::int64_t rows, const Context& context, Stream stream) {
   const int columns = p.layers * 2 * p.heads * kHeadDim;
   const Runs runs = Runs::of(p.hidden);
-  if (p.rows.tokens <= kFewRows && runs.count <= 2 * Few<kHeadDim, 1>::kRuns)
-    return launch_few_of<Io, kHeadDim, 1>(p, weight, rows, runs, columns, context, stream);
+  if (p.rows.tokens <= kFewRows && runs.count <= 2 * Few<kHeadDim>::kRuns)
+    return context.raw ? launch_few_of<Io, kHeadDim, true>(p, weight, rows, runs, columns, context, stream)
+                       : launch_few_of<Io, kHeadDim, false>(p, weight, rows, runs, columns, context, stream);
   const ManyShape shape{columns / kColumns, nullptr, nullptr, runs};
   p.rows.tokens <= kFewRows ? launch_many_of<Io, kHeadDim, 1>(p, weight, rows, shape, context, stream)
                             : launch_many_of<Io, kHeadDim, 2>(p, weight, rows, shape, context, stream);
@@ -250,7 +267,8 @@ void launch_fast(const MaterializeArgs& a, Problem p, const Means& m, Stream str
   const bool raw = m.context.raw != nullptr;
   if (raw && few_takes(p.rows.tokens)) {
     if (p.first_layer == 0)
-      launch_few_of<Io, 0, 1>(p, a.fc_weight, a.tokens, Runs(kSlices, features / kDepth), m.context.hidden, m.context, stream);
+      launch_few_of<Io, 0, true>(p, a.fc_weight, a.tokens, Runs(kSlices, features / kDepth), m.context.hidden, m.context, stream,
+                                 &a.kv_weight);
     p.ctx = m.context.raw, p.ctx_stride = p.hidden;
     return launch_few<Io, kHeadDim>(p, a.kv_weight, p.rows.tokens, m.context, stream);
   }
@@ -260,8 +278,17 @@ void launch_fast(const MaterializeArgs& a, Problem p, const Means& m, Stream str
       launch_plan(p.rows, m, stream);
       Problem fc = p;
       fc.hidden = features;
-      launch_many<Io, 0>(fc, a.fc_weight, a.tokens, {m.context.hidden / kColumns, m.list, m.count, Runs(kSlices, features / kDepth)},
-                         m.context, stream);
+      const ManyFeaturesShape of{m.context.hidden / kColumns, m.list, m.count, Runs(kSlices, features / kDepth)};
+      const auto clusters = clusters_at_once<2>(many_features<Io>, ManyFeatures::kThreads);
+      const unsigned tiles = blocks_for(p.rows.tokens, ManyFeatures::kRows) * static_cast<unsigned>(of.column_tiles);
+      launch(many_features<Io>,
+             {.grid = 2 * std::min(clusters, tiles),
+              .block = ManyFeatures::kThreads,
+              .shared = ManyFeatures::kShared,
+              .cluster = 2,
+              .overlap = true},
+             stream, weight_map(a.fc_weight, kColumns, false),
+             tile_map(fc.ctx, a.fc_weight.dtype, a.tokens, features, fc.ctx_stride, ManyFeatures::kRows, false), fc, of, m.context);
       launch(normalize_rows<Io>, {.grid = static_cast<unsigned>(p.rows.tokens), .block = kNormalizeThreads, .overlap = true}, stream,
              m.context, m.count);
     }
@@ -306,13 +333,6 @@ void launch_any(const MaterializeArgs& a, const Problem& p, const Means& m, Stre
 }
 
 constexpr std::int64_t kContextRows = 2048;  // rows of one round where target features come in front: bounds the workspace
-
-/// Rows of one round. Of few tokens from target features, rounds that few_rows takes: two of them read fc twice in less time than one tile of rows of
-/// many_rows takes, which leaves most multiprocessors idle.
-std::int64_t rows_of_round(std::int64_t tokens, bool fast, bool with_context) {
-  if (!with_context) return kListRows;
-  return fast && tokens <= 2 * kFewRows ? kFewRows : kContextRows;
-}
 
 std::int64_t round_up(std::int64_t n) { return (n + 255) / 256 * 256; }
 
@@ -370,7 +390,7 @@ void run(const MaterializeArgs& a, Stream stream) {
     m.context = {reinterpret_cast<std::uint16_t*>(workspace + at.raw), reinterpret_cast<float*>(workspace + at.squares),
                  values(a.hidden_norm_weight), a.hidden_norm_eps, p.hidden};
   // A launch names at most kMaxLayers layers and plans a bounded number of rows. Rows go in order, so of two that name one slot the last stands.
-  const std::int64_t round = rows_of_round(a.tokens, fast, with_context);
+  const std::int64_t round = with_context ? kContextRows : kListRows;
   for (std::int64_t first = 0; first < a.tokens; first += round) {
     p.rows.first = first, p.rows.tokens = static_cast<int>(std::min(a.tokens - first, round));
     const bool all_layers = !fast || (with_context ? few_takes(p.rows.tokens) : p.rows.tokens <= Many<2>::kRows);

@@ -1,19 +1,30 @@
 #pragma once
-// A kernel's clock, for stand-alone programs: with SPECSTATE_DRAFT_KV_TRACE defined, thread 0 of a block and the first thread that multiplies leave the cycle at which
-// they passed a point, and when (globaltimer, ns) the block began and ended. In the library: nothing.
+// A kernel's clock, for stand-alone programs: with SPECSTATE_DRAFT_KV_TRACE defined, one thread of a block leaves when (globaltimer, ns) it passed a point. In the library: nothing.
 namespace specstate::draft_kv::cuda {
 
-enum TracePoint { kStart, kAsked, kFirstStage, kLastStage, kSummed, kPlanThere, kFinished, kTracePoints };
+enum TracePoint {
+  kEntry,
+  kBarriers,
+  kPrefetched,
+  kStart,
+  kAsked,
+  kFirstStage,
+  kLastStage,
+  kSummed,
+  kPlanThere,
+  kLeft,
+  kFinished,
+  kTracePoints
+};
 #ifdef SPECSTATE_DRAFT_KV_TRACE
-static __device__ unsigned long long trace_of[132][kTracePoints + 2];
-__device__ __forceinline__ void trace(TracePoint point) {
-  if (threadIdx.x != (point == kStart || point == kAsked ? 0 : 128)) return;
-  trace_of[blockIdx.x][point] = clock64();
-  if (point == kStart || point == kFinished)
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(trace_of[blockIdx.x][point == kStart ? kTracePoints : kTracePoints + 1]));
+static __device__ unsigned long long trace_of[132][kTracePoints];
+__device__ __forceinline__ void trace(TracePoint point, bool by_me) {
+  if (by_me) asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(trace_of[blockIdx.x][point])::"memory");
 }
 #else
-__device__ __forceinline__ void trace(TracePoint) {}
+__device__ __forceinline__ void trace(TracePoint, bool) {}
 #endif
+/// By thread 0 what is about asking, by the first that multiplies what is about products.
+__device__ __forceinline__ void trace(TracePoint point) { trace(point, threadIdx.x == (point == kStart || point == kAsked ? 0 : 128)); }
 
 }  // namespace specstate::draft_kv::cuda

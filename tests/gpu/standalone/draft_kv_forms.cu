@@ -11,6 +11,8 @@
 #include <functional>
 #include <vector>
 
+#include "draft_kv/cuda/features.cuh"
+#include "draft_kv/cuda/few_features.cuh"
 #include "draft_kv/cuda/few_rows.cuh"
 using namespace specstate;
 using namespace specstate::draft_kv;
@@ -272,6 +274,43 @@ double time_graph(int reps, std::function<void(int)> f, int samples = 15) {
   cudaGraphDestroy(g);
   return v[v.size() / 2] * 1000 / reps;
 }
+static uint4* g_flush;
+static const int64_t kFlush = 240ll << 20;
+__global__ void __launch_bounds__(512) stream(const uint4* x, int64_t n, uint4* sink);
+/// As the library's benchmark has it: behind a read of four times the L2, less that read alone.
+double time_cold(std::function<void(int)> f, int reps = 12, int rounds = 7) {
+  cudaGraph_t g;
+  cudaGraphExec_t e[2];
+  for (int with = 0; with < 2; with++) {
+    SPECSTATE_CK(cudaStreamBeginCapture(st, cudaStreamCaptureModeGlobal));
+    for (int i = 0; i < reps; i++) {
+      stream<<<264, 512, 0, st>>>(g_flush, kFlush / 16, nullptr);
+      if (with) f(i);
+    }
+    SPECSTATE_CK(cudaStreamEndCapture(st, &g));
+    SPECSTATE_CK(cudaGraphInstantiate(&e[with], g, 0));
+    cudaGraphDestroy(g);
+  }
+  cudaEvent_t a, b;
+  cudaEventCreate(&a);
+  cudaEventCreate(&b);
+  std::vector<float> v;
+  for (int i = 0; i < rounds + 1; i++) {
+    float ms[2];
+    for (int with = 0; with < 2; with++) {
+      cudaEventRecord(a, st);
+      SPECSTATE_CK(cudaGraphLaunch(e[with], st));
+      cudaEventRecord(b, st);
+      SPECSTATE_CK(cudaStreamSynchronize(st));
+      cudaEventElapsedTime(&ms[with], a, b);
+    }
+    if (i) v.push_back(ms[1] - ms[0]);
+  }
+  std::sort(v.begin(), v.end());
+  cudaGraphExecDestroy(e[0]);
+  cudaGraphExecDestroy(e[1]);
+  return v[v.size() / 2] * 1000 / reps;
+}
 static Row* g_list;
 static bool failed = false;
 CUtensorMap rows_map(const void* x, int64_t rows, int64_t hidden, int64_t stride, int box_rows = 128) {
@@ -302,7 +341,7 @@ void launch_many_g(const CUtensorMap& m, const Problem& all, int sms = 132) {
     int* count = (int*)(g_list + kListRows);
     ManyShape s{p.layers * 2 * p.heads * D / 128, nullptr, nullptr, Runs::of(p.hidden)};
     if (p.rows.tokens > kPlanRows) {
-      plan_kernel<<<1, kPlanThreads, 2 * kListRows * 4, st>>>(p.rows, list, count);
+      plan_kernel<<<1, kPlanThreads, kPlanBytes, st>>>(p.rows, list, count);
       s.list = list;
       s.list_count = count;
     }
@@ -332,10 +371,16 @@ void launch_many(int G, const CUtensorMap& m, const Problem& p, int sms = 132) {
   if (G == 2) launch_many_g<D, 2>(m, p, sms);
   if (G == 3) launch_many_g<D, 3>(m, p, sms);
 }
-static int g_stages = 0, g_prefetched = 2;
-template <int D, int G>
-void launch_few_g(const CUtensorMap& m, const CUtensorMap& quarter, const Problem& p) {
-  auto k = few_rows<core::bfloat16, D, G>;
+static int g_stages = 0, g_prefetched = 6;
+static int g_next = 0, g_next_stages = 4;  // tiles of 128 rows of the launch after features
+template <int D, bool kFeatures = D == 0>
+void launch_few_of(const CUtensorMap& m, const CUtensorMap& quarter, const Problem& p, int places, Runs runs, Context context = {}) {
+  const auto k = [] {
+    if constexpr (kFeatures)
+      return few_features<core::bfloat16, D>;
+    else
+      return few_rows<core::bfloat16, D>;
+  }();
   SPECSTATE_CK(cudaFuncSetAttribute(k, cudaFuncAttributeMaxDynamicSharedMemorySize, 232448));
   const int T = p.rows.tokens;
   static int n = 0;
@@ -346,36 +391,37 @@ void launch_few_g(const CUtensorMap& m, const CUtensorMap& quarter, const Proble
   a[0].val.clusterDim.y = a[0].val.clusterDim.z = 1;
   c.attrs = a;
   c.numAttrs = 1;
-  c.blockDim = Few<D, G>::kThreads;
+  c.blockDim = Few<D, kFeatures>::kThreads;
   c.stream = st;
   c.dynamicSmemBytes = 232448;
   c.gridDim = 2;
   if (!n) {
     SPECSTATE_CK(cudaOccupancyMaxActiveClusters(&n, k, &c));
-    printf("few_rows<%d,%d>: %d clusters\n", D, G, n);
+    printf("few_rows<%d>: %d clusters\n", D, n);
   }
-  FewShape s{0, Runs::of(p.hidden)};
+  FewShape s{0, runs};
   s.stages = g_stages;
   s.prefetched = g_prefetched;
+  if (D == 0 && g_next) s.next_tiles = g_next, s.next_half = context.hidden / 128, s.next_stages = g_next_stages;
   s.deal = Places(p.layers, p.heads, n);
-  const Places& deal = s.deal;
-  s = Few<D, G>::shape(s, T, 232448);
-  s.places = D == 64 ? p.layers * p.heads : deal.used();
-  c.gridDim = 2 * n;
-  c.dynamicSmemBytes = Few<D, G>::shared_bytes(s.stages, s.box);
+  s = Few<D, kFeatures>::shape(s, p, kFeatures && D > 0, 232448);
+  s.places = D == 128 ? s.deal.used() : places;
+  c.gridDim = 2 * (D == 128 ? n : std::min(n, places));
+  c.dynamicSmemBytes = Few<D, kFeatures>::shared_bytes(s.stages, s.box);
   if (g_pdl) {
     a[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     a[1].val.programmaticStreamSerializationAllowed = 1;
     c.numAttrs = 2;
   }
-  SPECSTATE_CK(cudaLaunchKernelEx(&c, k, m, quarter, rows_map(p.ctx, T, p.hidden, p.ctx_stride, s.box), p, s, Context{}));
+  const CUtensorMap of_rows = rows_map(p.ctx, T, p.hidden, p.ctx_stride, s.tokens);
+  if constexpr (kFeatures)
+    SPECSTATE_CK(cudaLaunchKernelEx(&c, k, m, quarter, of_rows, s, p, context));
+  else
+    SPECSTATE_CK(cudaLaunchKernelEx(&c, k, m, quarter, of_rows, s, p));
 }
 template <int D>
 void launch_few(const CUtensorMap& m, const CUtensorMap& quarter, const Problem& p) {
-  if (p.rows.tokens <= 64)
-    launch_few_g<D, 1>(m, quarter, p);
-  else
-    launch_few_g<D, 2>(m, quarter, p);
+  launch_few_of<D>(m, quarter, p, p.layers * p.heads, Runs::of(p.hidden));
 }
 template <class T>
 T* dev(int64_t n) {
@@ -469,7 +515,7 @@ int main(int argc, char** argv) {
   bool quick = argc > 1, timing = quick && !strcmp(argv[1], "time"), tiny = quick && !strcmp(argv[1], "tiny"),
        few = argc > 2 && !strcmp(argv[2], "few");
   SPECSTATE_CK(cudaMalloc(&g_list, kListRows * 16 + 64));
-  SPECSTATE_CK(cudaFuncSetAttribute(plan_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 2 * kListRows * 4));
+  SPECSTATE_CK(cudaFuncSetAttribute(plan_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kPlanBytes));
   SPECSTATE_CK(cudaStreamCreate(&st));
   cudaDriverEntryPointQueryResult q;
   void* f;
@@ -555,7 +601,7 @@ int main(int argc, char** argv) {
     int first_ran = -1;
     static const char* names[7] = {"few_rows", "1 group", "2 groups", "3 groups", "2, 7 blocks", "3, 7 blocks", "1, 3 blocks"};
     for (int v = 0; v < 7; v++) {
-      if (v == 0 && (!few || T > 128 || H > 4096)) continue;
+      if (v == 0 && (!few || T > 64 || H > 4096)) continue;
       if ((v == 1 || v == 6) && T > 64) continue;
       Problem p{};
       p.rows = {{slot, true, W ? (int64_t)W : 0, 1}, {pos, true, 0, 1}, {W ? commit : nullptr, false, 0, 1}, 0, T, win, slots, P, flag};
@@ -621,8 +667,9 @@ int main(int argc, char** argv) {
       cudaFree(vp[i]);
     }
   };
-  bool trace_run = quick && !strcmp(argv[1], "trace");
-  if (trace_run) timing = true;
+  bool trace_run = quick && !strcmp(argv[1], "trace"), cold_run = quick && !strcmp(argv[1], "cold");
+  if (trace_run || cold_run) timing = true;
+  g_flush = dev<uint4>(kFlush / 16);
   if (!timing) {
     if (!tiny) {
       check("8B", 4096, 5, 8, 128, 128, 1, 0, true, false, false, 0);
@@ -632,6 +679,10 @@ int main(int argc, char** argv) {
     }
     check("interleaved", 1024, 2, 8, 128, 128, 64, 0, false, false, true, 0);
     check("interleaved 64", 1024, 2, 8, 128, 64, 64, 0, false, false, true, 0);
+    for (int T : {1, 5, 8, 9, 24}) check("few", 512, 2, 2, 128, 128, T, 0, true, false, true, 0);
+    check("two places", 512, 10, 8, 128, 128, 40, 0, true, false, false, 0);
+    check("two places, 7 rows", 512, 10, 8, 128, 128, 7, 0, true, false, true, 0);
+    check("three places", 512, 10, 32, 64, 64, 64, 0, true, false, false, 0);
     check("R32", 1024, 2, 2, 128, 32, 50, 0, true, false, false, 0);
     check("D64 N1 R32", 1024, 3, 1, 64, 32, 33, 0, true, false, true, 0);
     check("D64 N3 R64", 576, 3, 3, 64, 64, 64, 8, true, false, false, 0);
@@ -757,7 +808,7 @@ int main(int argc, char** argv) {
           time_graph(9, [&](int i) { SPECSTATE_CK(cudaLaunchKernelEx(&c, probe_pairs, big[i % 3], small[i % 3], kind, stages, H / 64)); });
       printf("pairs kind %d cluster %d stages %d (%d KB under way): %.2f us\n", kind, cluster, stages, stages * (kind ? 10 : 20), us);
     };
-    if (!trace_run) {
+    if (!trace_run && !cold_run) {
       for (int cl : {1, 2})
         for (int s : {3, 4, 5, 6, 8, 10}) pairs(0, s, cl, m4n, m2n);
       for (int s : {5, 8, 12, 16, 20}) pairs(1, s, 1, m64n, m16n);
@@ -775,53 +826,187 @@ int main(int argc, char** argv) {
       pr("64 rows 256 bytes", m2n2, 132, 1, 13, 2, 0, 2);
     }
 #ifdef SPECSTATE_DRAFT_KV_TRACE
-    for (int form : {0, 1})
-      for (int T : {1, 16, 64, 128}) {
-        int gr = T > 64 ? 2 : 1;
-        auto* zero = dev<char>(256 << 20);
-        for (int i = 0; i < 4; i++) {
-          SPECSTATE_CK(cudaMemsetAsync(zero, i, 256 << 20, st));
-          if (i == 3) {
-            void* at;
-            SPECSTATE_CK(cudaGetSymbolAddress(&at, trace_of));
-            SPECSTATE_CK(cudaMemsetAsync(at, 0, sizeof(trace_of), st));
-          }
-          if (form == 0)
-            launch_few<128>(m4n[i % 3], m2n[i % 3], problem(T, i));
-          else
-            launch_many<128>(gr, m4n[i % 3], problem(T, i));
-        }
+    auto traced = [&](const char* name, std::function<void(int)> call) {
+      void* at;
+      SPECSTATE_CK(cudaGetSymbolAddress(&at, trace_of));
+      static const char* point[kTracePoints] = {"entry",      "barriers", "prefetched", "start", "asked",   "first stage",
+                                                "last stage", "summed",   "received",   "left",  "finished"};
+      std::vector<long long> v[kTracePoints], spread[kTracePoints];
+      for (int i = 0; i < 6; i++) {
+        stream<<<264, 512, 0, st>>>(g_flush, kFlush / 16, nullptr);
+        SPECSTATE_CK(cudaMemsetAsync(at, 0, sizeof(trace_of), st));
+        stream<<<264, 512, 0, st>>>(g_flush, kFlush / 16, nullptr);
+        call(i);
         SPECSTATE_CK(cudaStreamSynchronize(st));
-        cudaFree(zero);
-        static unsigned long long h[132][kTracePoints + 2];
+        static unsigned long long h[132][kTracePoints];
         SPECSTATE_CK(cudaMemcpyFromSymbol(h, trace_of, sizeof h));
-        static const char* point[kTracePoints] = {"start", "asked", "first stage", "last stage", "summed", "plan there", "finished"};
-        printf("%s H %d T %d, cycles", form ? "many" : "few", H, T);
-        printf(" since a block's start:");
-        for (int q = 1; q < kTracePoints; q++) {
-          std::vector<long long> v;
-          for (int b = 0; b < 132; b++)
-            if (h[b][0] && h[b][q]) v.push_back(h[b][q] - h[b][0]);
-          std::sort(v.begin(), v.end());
-          if (v.size()) printf("  %s %lld %lld %lld", point[q], v[0], v[v.size() / 2], v.back());
-        }
-        unsigned long long s0 = ~0ull, s1 = 0, e0 = ~0ull, e1 = 0;
+        if (i == 0) continue;
+        unsigned long long s0 = ~0ull;
         for (int b = 0; b < 132; b++)
-          if (h[b][0]) {
-            auto a = h[b][kTracePoints], e = h[b][kTracePoints + 1];
-            s0 = std::min(s0, a);
-            s1 = std::max(s1, a);
-            e0 = std::min(e0, e);
-            e1 = std::max(e1, e);
-          }
-        printf("; ns: blocks start within %llu, the first ends at %llu, the last at %llu\n", s1 - s0, e0 - s0, e1 - s0);
-        if (T == 1)
+          if (h[b][kEntry]) s0 = std::min(s0, h[b][kEntry]);
+        for (int q = 0; q < kTracePoints; q++)
           for (int b = 0; b < 132; b++)
-            if (h[b][0]) printf("%llu-%llu ", h[b][kTracePoints] - s0, h[b][kTracePoints + 1] - s0);
-        printf("\n");
+            if (h[b][q]) v[q].push_back(h[b][q] - s0);
+        if (i == 5 && strstr(name, "!"))
+          for (int b = 0; b < 132; b++) {
+            printf("block %d:", b);
+            for (int q = 0; q < kTracePoints; q++) printf(" %lld", h[b][q] ? (long long)(h[b][q] - s0) : -1);
+            printf("\n");
+          }
       }
+      printf("%s, ns since the first block's entry, (least, median, greatest):", name);
+      for (int q = 0; q < kTracePoints; q++) {
+        std::sort(v[q].begin(), v[q].end());
+        if (v[q].size()) printf("  %s %lld %lld %lld", point[q], v[q][0], v[q][v[q].size() / 2], v[q].back());
+      }
+      printf("\n");
+    };
+    for (int T : {1, 16, 64}) {
+      g_pdl = true;
+      char name[64];
+      snprintf(name, 64, "few H %d T %d%s", H, T, H == 4096 ? "!" : "");
+      traced(name, [&](int i) { launch_few<128>(m4n[i % 3], m2n[i % 3], problem(T, i)); });
+      g_pdl = false;
+    }
+    {
+      const int64_t F = 5ll * H;
+      auto* fc = dev<__nv_bfloat16>(F * H);
+      auto* raw = dev<uint16_t>(64ll * H);
+      auto* squares = dev<float>(64ll * H / 64);
+      auto* hidden_norm = dev<__nv_bfloat16>(H);
+      fill<<<1024, 256, 0, st>>>(fc, F * H, 1 / sqrtf(F), 0, 77);
+      fill<<<8, 256, 0, st>>>(hidden_norm, H, 0.3f, 1, 78);
+      const CUtensorMap mfc = make_map(fc, H, F, 2, false);
+      const Context context{raw, squares, {hidden_norm, DType::kBFloat16, 1}, 1e-6f, H};
+      for (int T : {1, 64})
+        for (int what : {0, 1}) {
+          char name[64];
+          snprintf(name, 64, "%s H %d T %d", what ? "projection behind fc" : "fc", H, T);
+          g_pdl = true, g_next = G;
+          traced(name, [&](int i) {
+            Problem p = problem(T, i);
+            p.ctx_stride = F, p.hidden = F;
+            launch_few_of<0>(mfc, m4n[i % 3], p, H / 64, Runs(kSlices, F / 64), context);
+            p.ctx = raw, p.ctx_stride = H, p.hidden = H;
+            if (what) launch_few_of<128, true>(m4n[i % 3], m2n[i % 3], p, 40, Runs::of(H), context);
+          });
+          g_pdl = false, g_next = 0;
+        }
+      cudaFree(fc);
+    }
 #endif
-    if (trace_run) continue;
+    if (cold_run) {
+      for (int T : {1, 16, 64}) {
+        printf("cold H %d T %d:", H, T);
+        for (int pre : {0, 2, 4, 6}) {
+          g_prefetched = pre, g_pdl = true;
+          printf(" (%d prefetched) %.2f", pre, time_cold([&](int i) { launch_few<128>(m4n[i % 3], m2n[i % 3], problem(T, i)); }));
+        }
+        g_prefetched = 6;
+        for (int stg : {4, 5}) {
+          g_stages = stg;
+          printf(" (%d stages) %.2f", stg, time_cold([&](int i) { launch_few<128>(m4n[i % 3], m2n[i % 3], problem(T, i)); }));
+        }
+        g_stages = 0, g_pdl = false;
+        printf(" (no pdl) %.2f", time_cold([&](int i) { launch_few<128>(m4n[i % 3], m2n[i % 3], problem(T, i)); }));
+        if (lt.ok) {
+          auto pl = lt.plan(T, rows, H);
+          double best = 1e9;
+          for (int j = 0; j < std::min(pl.n, 4); j++)
+            best = std::min(best, time_cold([&](int i) { lt.run(pl, j, w[i % 3], x + (i % 2) * (int64_t)TM * H, y); }));
+          printf(" | cublasLt %.2f", best);
+        }
+        printf(" | stream %.2f\n", time_cold([&](int i) { stream<<<264, 512, 0, st>>>((uint4*)w[i % 3], rows * H / 8, (uint4*)y); }));
+      }
+      // features: fc of 5 H, then the projection
+      const int64_t F = 5ll * H;
+      auto* fc = dev<__nv_bfloat16>(F * H);
+      auto* raw = dev<uint16_t>(64ll * H);
+      auto* squares = dev<float>(64ll * H / 64);
+      auto* hidden_norm = dev<__nv_bfloat16>(H);
+      fill<<<1024, 256, 0, st>>>(fc, F * H, 1 / sqrtf(F), 0, 77);
+      fill<<<8, 256, 0, st>>>(hidden_norm, H, 0.3f, 1, 78);
+      const CUtensorMap mfc = make_map(fc, H, F, 2, false);
+      const Context context{raw, squares, {hidden_norm, DType::kBFloat16, 1}, 1e-6f, H};
+      for (int T : {1, 16, 64}) {
+        printf("cold features H %d T %d:", H, T);
+        for (int what : {1, 2, 3, 4, 5, 6}) {
+          g_pdl = true;
+          g_next = what > 3 ? G : 0, g_next_stages = what == 4 ? 2 : what == 5 ? 4 : 6;
+          printf(" (%s%s) %.2f",
+                 what == 1   ? "fc"
+                 : what == 2 ? "raw projection"
+                             : "both",
+                 what == 4   ? ", 2 stages of weights ahead"
+                 : what == 5 ? ", 4"
+                 : what == 6 ? ", 6"
+                             : "",
+                 time_cold([&](int i) {
+                   Problem p = problem(T, i);
+                   p.ctx_stride = F, p.hidden = F;
+                   if (what != 2) launch_few_of<0>(mfc, g_next ? m4n[i % 3] : mfc, p, H / 64, Runs(kSlices, F / 64), context);
+                   p.ctx = raw, p.ctx_stride = H, p.hidden = H;
+                   if (what != 1) launch_few_of<128, true>(m4n[i % 3], m2n[i % 3], p, 40, Runs::of(H), context);
+                 }));
+        }
+        g_next = 0;
+        for (int stg : {12, 16}) {
+          g_stages = stg;
+          printf(" (fc, %d stages) %.2f", stg, time_cold([&](int i) {
+                   Problem p = problem(T, i);
+                   p.ctx_stride = F, p.hidden = F;
+                   launch_few_of<0>(mfc, mfc, p, H / 64, Runs(kSlices, F / 64), context);
+                 }));
+        }
+        g_stages = 0, g_pdl = false;
+        if (lt.ok) {
+          auto pl = lt.plan(T, H, F);
+          double best = 1e9;
+          for (int j = 0; j < std::min(pl.n, 4); j++) best = std::min(best, time_cold([&](int i) { lt.run(pl, j, fc, x, y); }));
+          printf(" | cublasLt fc %.2f", best);
+        }
+        printf(" | stream fc %.2f\n", time_cold([&](int i) { stream<<<264, 512, 0, st>>>((uint4*)fc, F * H / 8, (uint4*)y); }));
+      }
+      for (int T : {128, 512, 1024, 2048})
+        for (int stand : {7, 16}) {
+          const int count = T / 16 * stand;
+          std::vector<Row> list(count);
+          for (int i = 0; i < count; i++) list[i] = {i, i / stand * 16 + i % stand, i};
+          SPECSTATE_CK(cudaMemcpy(g_list, list.data(), count * sizeof(Row), cudaMemcpyHostToDevice));
+          int* n = (int*)(g_list + kListRows);
+          SPECSTATE_CK(cudaMemcpy(n, &count, 4, cudaMemcpyHostToDevice));
+          auto* many = dev<uint16_t>(2048ll * H);
+          auto* many_squares = dev<float>(2048ll * H / 64);
+          const CUtensorMap mwide = make_map(fc, H, F, 4);
+          const Context to{many, many_squares, {hidden_norm, DType::kBFloat16, 1}, 1e-6f, H};
+          SPECSTATE_CK(cudaFuncSetAttribute(many_features<core::bfloat16>, cudaFuncAttributeMaxDynamicSharedMemorySize, 232448));
+          const double us = time_cold(
+              [&](int i) {
+                Problem p = problem(T, i);
+                p.ctx_stride = F, p.hidden = F;
+                cudaLaunchConfig_t c{};
+                cudaLaunchAttribute a[1];
+                a[0].id = cudaLaunchAttributeClusterDimension;
+                a[0].val.clusterDim.x = 2;
+                a[0].val.clusterDim.y = a[0].val.clusterDim.z = 1;
+                c.attrs = a, c.numAttrs = 1;
+                const ManyFeaturesShape of{H / 128, g_list, n, Runs(kSlices, F / 64)};
+                c.gridDim = 2 * std::min(66, (T + 127) / 128 * of.column_tiles), c.blockDim = ManyFeatures::kThreads,
+                c.dynamicSmemBytes = ManyFeatures::kShared, c.stream = st;
+                SPECSTATE_CK(cudaLaunchKernelEx(&c, many_features<core::bfloat16>, mwide, rows_map(p.ctx, T, F, F, 128), p, of, to));
+              },
+              4);
+          double best = 1e9;
+          if (lt.ok) {
+            auto pl = lt.plan(count, H, F);
+            for (int j = 0; j < std::min(pl.n, 2); j++) best = std::min(best, time_cold([&](int i) { lt.run(pl, j, fc, x, y); }, 4));
+          }
+          printf("many_features H %d T %d of which %d stand: %.2f | cublasLt %.2f\n", H, T, count, us, best);
+          cudaFree(many), cudaFree(many_squares);
+        }
+      cudaFree(fc);
+    }
+    if (trace_run || cold_run) continue;
     for (int T : {1, 4, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192, 16384}) {
       if ((T > 1024 && H != 4096) || (few && T > 512)) continue;
       int n = T > 4096 ? 2 : T > 1024 ? 3 : 9, samples = T > 1024 ? 5 : 11;
@@ -831,7 +1016,7 @@ int main(int argc, char** argv) {
         bool pdl = form == 4, gather = form >= 6;
         double v;
         if (form == 0) {
-          if (!few || T > 128) continue;
+          if (!few || T > 64) continue;
           for (int pre : {0, 2, 4}) {
             g_prefetched = pre;
             for (bool pdl : {false, true}) {
