@@ -357,7 +357,7 @@ class FusedKVMaterializeHelper:
             if not fits(shape):
                 refuse(name, expected, shape)
             if _dtype_name(x) not in ("float32", "bfloat16", "float16"):
-                refuse(name, "dtype float32, bfloat16 or float16", _dtype_name(x))
+                refuse(name, "dtype float32 or bfloat16 or float16", _dtype_name(x))
         eps = number(f"layers[{i}].self_attn.k_norm.variance_epsilon", attn.k_norm.variance_epsilon)
         if not 0 <= eps < 3.4e38:  # a float32
             refuse("k_norm.variance_epsilon", "a finite number >= 0", eps)

@@ -394,6 +394,6 @@ def test_helper_of_a_quantised_layer_is_refused_by_dtype():
     rope = Rope()
     layers = make_layers(rope=rope, dtype=BF16)
     layers[2].self_attn.qkv_proj.weight = layers[2].self_attn.qkv_proj.weight.astype(FP8)
-    with pytest.raises(ValueError, match="qkv_proj.weight: expected dtype float32, bfloat16 or float16, got float8_e4m3fn at layer 2"):
+    with pytest.raises(ValueError, match="qkv_proj.weight: expected dtype float32 or bfloat16 or float16, got float8_e4m3fn at layer 2"):
         draft_kv.FusedKVMaterializeHelper(layers, rope, 2, 8, "cpu")
     assert len(collect(draft_kv.FusedKVMaterializeHelper(layers[:2], rope, 2, 8, "cpu"), np.ones((1, 24), BF16), np.zeros(1, int))[0]) == 2

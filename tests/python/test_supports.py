@@ -174,7 +174,7 @@ def test_a_helper_is_not_made_to_say_what_it_takes():
     for wrong, text in (
         (dict(hidden=16), "qkv_proj.weight: expected 24 columns, as at layer 0, got (40, 16) at layer 1."),
         (dict(rows=39), "qkv_proj.weight: expected shape [>= q_size + 2 * kv_size = 40, hidden], got (39, 24) at layer 1."),
-        (dict(dtype=np.int32), "KvProjection: kv_weight: expected dtype float32 or bfloat16 or float16, got int32."),
+        (dict(dtype=np.int32), "FusedKVMaterializeHelper: qkv_proj.weight: expected dtype float32 or bfloat16 or float16, got int32 at layer 1."),
     ):
         taken, why = asked(Layer(), Layer(**wrong))
         assert not taken and why.endswith(text), why
