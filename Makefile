@@ -12,11 +12,13 @@ PROMPT ?= And it came to pass in those days, that
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
 
+# By the environment, so that its quotes are text.
+demo: export PROMPT := $(PROMPT)
 demo:  ## build the command line and generate text from the embedded model, speculatively
 	@tools/bootstrap build
 	@[ -e build/release/build.ninja ] || { $(call configure,demo); }  # what is configured already, perhaps with CUDA, stays so
 	@cmake --build build/release --target specstate_cli
-	build/release/specstate generate --prompt "$(PROMPT)" --max-new-tokens 200 --mode dflash --check-lossless
+	build/release/specstate generate --prompt "$$PROMPT" --max-new-tokens 200 --mode dflash --check-lossless
 
 build:  ## everything, into build/release (with CUDA where nvcc is found)
 	@tools/bootstrap build test python

@@ -100,7 +100,8 @@ int run_bench(const BenchOptions& options) {
   const bool on_gpu = options.device == "cuda";
   const auto& families = on_gpu ? bench::gpu_families() : bench::families();
   if (on_gpu && !core::cuda_built())
-    throw Error(ErrorKind::kNotImplemented, "bench: this build of specstate has no CUDA kernels; use --device cpu.");
+    throw Error(ErrorKind::kNotImplemented,
+                "bench: this build of specstate has no CUDA kernels; use --device cpu, or build it with them: `make build` where nvcc is.");
   if (on_gpu)
     if (const CudaReport cuda = probe_cuda(); cuda.devices.empty())
       throw Error(ErrorKind::kCuda, "bench: --device: expected a GPU for cuda, got none: " + cuda.problem + ".");

@@ -21,11 +21,12 @@ namespace {
 // Far more than any context takes; the engine says what is too long for the model.
 constexpr std::size_t kMaxPromptFile = std::size_t{64} << 20;
 
-nlohmann::ordered_json to_json(const runtime::Report& r) {
+nlohmann::ordered_json to_json(const runtime::Report& r, runtime::Mode asked) {
   nlohmann::ordered_json j;
   j["text"] = r.requests[0].text;
   j["tokens"] = r.requests[0].tokens;
-  j["mode"] = runtime::name_of(r.mode);
+  j["mode"] = runtime::name_of(asked);
+  if (asked == runtime::Mode::kAuto) j["mostly"] = runtime::name_of(r.mode);  // of the steps; `note` counts them
   if (!r.note.empty()) j["note"] = r.note;
   if (r.gpu.device_bytes > 0)
     j["gpu"] = {{"device_bytes", r.gpu.device_bytes},
@@ -65,28 +66,28 @@ nlohmann::ordered_json to_json(const runtime::Report& r) {
   return j;
 }
 
-/// Why the prompts ended: the reasons that there were, with how many where there were several.
+/// Why the prompts ended: the reasons that there were, with how many prompts where there were several.
 std::string ends(const runtime::Report& r, int context) {
   const std::pair<const char*, std::string> reasons[] = {
-      {"length", "after --max-new-tokens"},
-      {"eos", "by themselves"},
+      {"length", "at the limit of --max-new-tokens"},
+      {"eos", "at the model's end of text"},
       {"context", fmt::format("because the model's context of {} positions is full", context)},
       {"dropped", "dropped"}};
   std::string s;
   for (const auto& [finish, text] : reasons) {
     const auto n = std::count_if(r.requests.begin(), r.requests.end(), [&](const runtime::RequestReport& q) { return q.finish == finish; });
-    if (n > 0) s += (s.empty() ? "" : ", ") + (r.requests.size() > 1 ? fmt::format("{} ", n) : "") + text;
+    if (n > 0) s += (s.empty() ? "" : ", ") + (r.requests.size() > 1 ? fmt::format("{} of {} prompts ", n, r.requests.size()) : "") + text;
   }
   return s;
 }
 
-std::string to_text(const runtime::Report& r, int context) {
+std::string to_text(const runtime::Report& r, runtime::Mode asked, int context) {
   std::string s;
   const auto line = [&](const char* what, const std::string& value) { s += fmt::format("{:<10}{}\n", what, value); };
   std::size_t tokens = 0;
   int prompt = 0;
   for (const runtime::RequestReport& q : r.requests) tokens += q.tokens.size(), prompt += q.prompt_tokens;
-  line("mode", runtime::name_of(r.mode) + (r.note.empty() ? "" : " (" + r.note + ")"));
+  line("mode", asked == runtime::Mode::kAuto ? r.note + "; mostly " + runtime::name_of(r.mode) : runtime::name_of(r.mode));
   line("tokens", fmt::format("{} new after {} of prompt; {} steps, {:.2f} tokens a step", tokens, prompt, r.steps, r.mean_accepted_length));
   line("ended", ends(r, context));
   line("speed", fmt::format("{:.0f} tokens/s decoding; prefill {:.0f} tokens/s", r.tokens_per_second,
@@ -156,9 +157,10 @@ int generate_here(const GenerateCommand& command, runtime::Ranks* ranks) {
       std::fputc('\n', stdout);
     }
   finish_stdout();
-  std::fputs(to_text(report, engine.context()).c_str(), stderr);
+  std::fputs(to_text(report, options.mode, engine.context()).c_str(), stderr);
   // Bytes of the text that are not UTF-8 become U+FFFD in JSON; `tokens` is exact.
-  if (!command.json.empty()) write_json(command.json, to_json(report).dump(2, ' ', false, nlohmann::json::error_handler_t::replace));
+  if (!command.json.empty())
+    write_json(command.json, to_json(report, options.mode).dump(2, ' ', false, nlohmann::json::error_handler_t::replace));
   if (!command.trace.empty()) write_json(command.trace, report.trace);
   return status;
 }
@@ -172,7 +174,9 @@ int run_generate(const GenerateCommand& command) {
     throw BadOption(fmt::format("--tensor-parallel: expected an integer from 1 to {} (a head of each kind of this model a rank), got '{}'",
                                 most, command.tensor_parallel));
   if (command.device == "cuda" && !core::cuda_built())
-    throw Error(ErrorKind::kNotImplemented, "--device cuda: this build of specstate has no CUDA kernels; use --device cpu.");
+    throw Error(
+        ErrorKind::kNotImplemented,
+        "--device cuda: this build of specstate has no CUDA kernels; use --device cpu, or build it with them: `make build` where nvcc is.");
   if (command.tensor_parallel == 1) return generate_here(command, nullptr);
   // Processes are made here, before anything has started a thread or a driver.
   constexpr double kStallSeconds = 120;

@@ -12,11 +12,6 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "python"))
 
-import numpy as np  # noqa: E402
-import tvm_ffi  # noqa: E402
-
-from specstate import kda  # noqa: E402
-
 
 def arguments(array, heads=2, dim=128, pool=4):
     def f(*shape):
@@ -35,6 +30,19 @@ def arguments(array, heads=2, dim=128, pool=4):
     }  # fmt: skip
 
 
+def load():
+    """NumPy, tvm-ffi and the package: only now, so that --help needs none of them."""
+    global np, tvm_ffi
+    try:
+        import numpy as np
+        import tvm_ffi
+
+        from specstate import kda
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"binding_overhead: this Python has no {error.name}: use .venv/bin/python (make build)") from None
+    return kda
+
+
 def per_call(f, calls):
     best = float("inf")
     for _ in range(5):
@@ -49,6 +57,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("calls", nargs="?", type=int, default=20000, help="calls of one measurement; the best of five counts")
     calls = parser.parse_args().calls
+    kda = load()
     makers = {"numpy": lambda x: x}
     try:
         import torch

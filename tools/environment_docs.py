@@ -14,7 +14,8 @@ def render(root=ROOT):
     lines = [
         "# Environment variables",
         "",
-        "Read once, when the library first needs one; a `SPECSTATE_` variable that is not in this table is warned of.",
+        "The C++ library reads them once, when its thread pool starts: at the first call on the CPU with work for several threads. Then it also warns of a `SPECSTATE_` variable that is not in this table; a process",
+        "whose calls all run on a GPU is told nothing. The Python package reads `SPECSTATE_LIBRARY_PATH` when it loads the library, `SPECSTATE_SGLANG` when sglang loads its plugins, and says at once what is wrong with them.",
         "Made by `tools/environment_docs.py` from the table in `src/core/env.cpp`: edit that one.",
         "",
         "| variable | meaning | default |",

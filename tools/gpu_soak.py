@@ -51,6 +51,8 @@ def main():
     parser.add_argument("--docs", action="store_true")
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
+    if options.check and not options.docs:
+        parser.error("--check goes with --docs")
     if options.docs:
         before = DOCS.read_text()
         after = re.sub(f"{BEGIN}\n.*?{END}", lambda _: f"{BEGIN}\n{line(json.loads(EVIDENCE.read_text()))}\n{END}", before, flags=re.S)

@@ -17,7 +17,10 @@ import json
 import pathlib
 import sys
 
-import numpy as np
+try:
+    import numpy as np
+except ModuleNotFoundError:  # --help needs none
+    np = None
 
 
 def distinct(tokens):
@@ -135,6 +138,8 @@ def main():
     parser.add_argument("--trace", action="append", default=[], metavar="NAME=FILE.npz")
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
+    if np is None:
+        raise SystemExit("hisparse_policies: this Python has no numpy: use .venv/bin/python (make build)")
     results = []
     for kind in ("drift", "drift fast", "scan", "uniform"):
         for hot in (1024, 2048, 4096):

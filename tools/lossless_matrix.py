@@ -105,7 +105,10 @@ def built_digest():
 
 
 def gpu_name():
-    return subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
+    try:
+        return subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        raise SystemExit("no NVIDIA GPU on this machine (nvidia-smi names none)") from None
 
 
 if __name__ == "__main__":

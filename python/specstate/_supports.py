@@ -1,5 +1,7 @@
 """`specstate.supports`: would a call be taken?"""
 
+import sys
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from types import FunctionType
@@ -85,10 +87,17 @@ def _called(checks, name):
     return type(name, (f,), {"__module__": f.__module__, **{n: _rebound(m, checks) for n, m in vars(f).items() if isinstance(m, FunctionType)}})
 
 
-def supports(function_name: str, /, **arguments: Any) -> tuple[bool, str]:
+def _ours(f):
+    """The name of a function or class of ours, or None."""
+    module, _, family = getattr(f, "__module__", None).rpartition(".") if isinstance(f, (FunctionType, type)) else ("", "", "")
+    known = module == __package__ and f.__name__ in OPERATIONS.get(family, ()) and getattr(sys.modules[f.__module__], f.__name__) is f
+    return f"{family}.{f.__name__}" if known else None
+
+
+def supports(function_name: "str | Callable[..., Any]", /, **arguments: Any) -> tuple[bool, str]:
     """Would ``function_name(**arguments)`` be taken? Returns (True, "") or (False, the text of the error that the call would raise).
 
-    function_name: "verify", "kda.verify" or "specstate.kda.verify"; any function of `specstate.accept`, `draft_kv`, `hisparse` and
+    function_name: "verify", "kda.verify" or "specstate.kda.verify", or the function itself; any function of `specstate.accept`, `draft_kv`, `hisparse` and
     `kda`, and their classes `Coordinator`, `KvProjection` and `FusedKVMaterializeHelper` (the tuples of arrays take anything). arguments:
     those of the call, by name; a result that it would allocate is allocated and dropped.
 
@@ -96,6 +105,8 @@ def supports(function_name: str, /, **arguments: Any) -> tuple[bool, str]:
     read or written, so errors of contents (ids outside, lengths that do not fit) are not foreseen. Of a class the checks of making one are run:
     nothing is packed or copied. A name that is none of ours raises ValueError.
     """
+    if (given := _ours(function_name)) is not None:
+        function_name = given
     path = function_name.removeprefix("specstate.").rpartition(".") if isinstance(function_name, str) else ("", "", None)
     module = _MODULE_OF.get(path[2])
     if module is None or path[0] not in ("", module):

@@ -27,7 +27,7 @@ def run(*command, path=()):
 @pytest.mark.parametrize("arrays", ["numpy", "torch", "cupy"])
 def test_speculative_step(arrays):
     if importlib.util.find_spec(arrays) is None:
-        pytest.skip({"torch": "needs-torch: torch is not installed", "cupy": "needs-gpu: CuPy is not installed"}[arrays])
+        pytest.skip({"torch": "needs-torch: torch is not installed", "cupy": "needs-cupy: CuPy is not installed"}[arrays])
     assert run(sys.executable, ROOT / "examples" / "speculative_step.py", "--arrays", arrays)[0] == STEP
 
 

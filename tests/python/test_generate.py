@@ -63,7 +63,7 @@ def test_lossless(mode, temperature, force):
 def test_auto_is_lossless_and_says_why():
     report = generate(*batch_of(domains()), "--max-new-tokens", 64, "--check-lossless")
     assert report["lossless"] is True
-    assert report["note"].startswith("auto: ")
+    assert report["mode"] == "auto" and report["mostly"] in ("plain", "dflash", "dspark") and report["note"].startswith("auto: ")
     assert report["costs"]["plain_seconds"] > 0 and report["costs"]["dspark_draft_seconds"] > 0 and report["costs"]["verify_seconds"][8] > 0
     assert same(report, generate(*batch_of(domains()), "--max-new-tokens", 64, "--mode", "plain"))
 
@@ -172,7 +172,7 @@ def test_the_end_of_the_context(mode, tmp_path):
     report = generate("--prompt", "x" * 70, "--model", model, "--mode", mode, "--max-new-tokens", 40, "--check-lossless")
     assert len(report["tokens"]) == 9 and report["requests"][0]["finish"] == "context" and report["lossless"] is True
     both = call("generate", "--prompt", "x" * 70, "--prompt", "x", "--model", model, "--mode", mode, "--max-new-tokens", 40).stderr.decode()
-    assert "1 after --max-new-tokens, 1 because the model's context of 80 positions is full" in both  # and not a word less than was asked for
+    assert "1 of 2 prompts at the limit of --max-new-tokens, 1 of 2 prompts because the model's context of 80 positions is full" in both  # and not a word less than was asked for
     error = call("generate", "--prompt", "x" * 79, "--model", model, status=1).stderr.decode()
     assert "prompt 1: expected at most 78 bytes" in error and "got 79" in error
 

@@ -279,7 +279,11 @@ def test_a_module_that_does_not_import(tree, caplog):
     path = pathlib.Path(importlib.util.find_spec("sglang").origin).parent / "kernels/ops/attention/kda_decode_mtp.py"
     path.write_text("import a_module_that_is_not_there\n" + path.read_text())
     assert "fused_kda_decode_mtp_dspark" not in drop_in.install()
-    assert "not replaced: sglang.kernels.ops.attention.kda_decode_mtp does not import: No module named 'a_module_that_is_not_there'" in caplog.text
+    why = "sglang.kernels.ops.attention.kda_decode_mtp does not import: No module named 'a_module_that_is_not_there'"
+    assert f"not replaced: {why}" in caplog.text
+    with pytest.raises(ImportError, match=f"none of the functions can be replaced; {why}") as raised:
+        drop_in.install(only="fused_kda_decode_mtp_dspark")
+    assert isinstance(raised.value.__cause__, ModuleNotFoundError) and raised.value.__cause__.name == "a_module_that_is_not_there"
 
 
 def test_without_sglang():

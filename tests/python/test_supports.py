@@ -101,6 +101,15 @@ def test_unknown_function():
             specstate.supports(name)
 
 
+def test_a_function_itself_instead_of_its_name():
+    for f in (accept.verify_greedy, specstate.accept.verify_greedy):
+        assert specstate.supports(f, **CALLS["verify_greedy"]()) == (True, "")
+    assert "kv_weight" in specstate.supports(specstate.draft_kv.KvProjection)[1]
+    for f in (len, specstate.supports, specstate.kda.Rings, None):
+        with pytest.raises(ValueError, match="supports: function_name: expected one of .*verify_greedy.*, got"):
+            specstate.supports(f)
+
+
 def test_everything_public_is_known():
     """Whatever a family's `__all__` has can be asked about, but for the tuples of arrays, which take anything."""
     for module, names in OPERATIONS.items():

@@ -244,22 +244,22 @@ def _chosen(only):
 
 
 def _find(target):
-    """(module, sglang's function) in the newest tree that has it, or (None, why not)."""
-    why = "no module of sglang has it"
+    """(module, sglang's function) in the newest tree that has it, or (None, why not, the exception that is behind it or None)."""
+    why, cause = "no module of sglang has it", None
     for path in target.modules:
         try:
             module = importlib.import_module(path)
         except ModuleNotFoundError as error:
             if path != error.name and not path.startswith(f"{error.name}."):
-                why = f"{path} does not import: {error}"
+                why, cause = f"{path} does not import: {error}", error
             continue
         except Exception as error:  # sglang's module fails where its own requirements are missing: it cannot call it either
-            why = f"{path} does not import: {error}"
+            why, cause = f"{path} does not import: {error}", error
             continue
         found = getattr(module, target.attribute or target.name, None)
         if found is not None:
-            return path, found
-    return None, why
+            return path, found, None
+    return None, why, cause
 
 
 def install(only: "str | Iterable[str] | None" = None, strict: bool = False) -> "dict[str, list[str]]":
@@ -268,8 +268,8 @@ def install(only: "str | Iterable[str] | None" = None, strict: bool = False) -> 
     only: a family ("hisparse", "kda", "draft_kv"), a function, a list of them, or names with commas between; None: everything.
     strict: keep the limits of sglang's compiled kernels, with their texts; otherwise what ours can do more is allowed.
 
-    Functions that this tree of sglang lacks are left out, with a log line; ImportError if sglang is not installed or has none of
-    them; ValueError for an unknown name. A second call replaces the first; one that fails leaves the first in place.
+    Functions that this tree of sglang lacks are left out, with a log line; ImportError if sglang is not installed, has none of
+    them, or does not import (what is missing is the cause of the error); ValueError for an unknown name. A second call replaces the first; one that fails leaves the first in place.
     """
     targets, strict = _chosen(only), flag("strict", strict)
     if importlib.util.find_spec("sglang") is None:
@@ -280,11 +280,12 @@ def install(only: "str | Iterable[str] | None" = None, strict: bool = False) -> 
 
 def _install(targets, strict):
     own = {id(replacement): original for original, replacement in _swaps}  # what an earlier call put there
-    plan = []
+    plan, failed = [], None
     for target in targets:
-        where, original = _find(target)
+        where, original, cause = _find(target)
         if where is None:
             _log.info("%s: not replaced: %s", target.name, original)
+            failed = failed or (cause and (original, cause))
             continue
         original = own.get(id(original), original)
         ours = getattr(importlib.import_module(f"specstate.{target.family}"), target.name)
@@ -295,6 +296,8 @@ def _install(targets, strict):
             replacement = _replacement(target, ours, original, options)
         plan.append((target.name, original, replacement))
     if not plan:
+        if failed:  # sglang is there, but something that it needs is not
+            raise ImportError(f"specstate.sglang: none of the functions can be replaced; {failed[0]}") from failed[1]
         looked = sorted({m for t in targets for m in t.modules})
         raise ImportError(f"specstate.sglang: this sglang has none of the functions; looked in {', '.join(looked)}")
     _cuda_built()  # the library loads, or nothing changes
