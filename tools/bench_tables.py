@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Writes the tables of docs/performance.md from bench/results/*.json; `--check` only says whether the page is up to date,
+"""Writes the tables of docs/performance.md and docs/compatibility.md from bench/results/*.json; `--check` only says whether the pages are up to date,
 and which rows were measured from older sources than those at hand.
 
-A table stands between two markers and names the results file and a family (or one operation of it), or the file's ceilings:
+A table stands between two markers and names the results file and a family (or one operation of it), the file's ceilings, or `sglang`, where sglang is faster:
     <!-- bench cpu matmul/product -->
     <!-- /bench -->
 Keys that are the same in all cases stand in the line above the table. A dagger stands behind the time of a row whose sources have changed
@@ -78,6 +78,28 @@ def ceilings_table(recorded):
     return f"{recorded['device']}, {recorded['date']}.\n\n" + table(["threads", *columns.values()], rows)
 
 
+def sglang_table(recorded):
+    """A row a kind of call: the cells where sglang's fastest form beats ours, and the worst and the best cell for us."""
+    kinds = {}
+    for r in recorded["results"]:
+        theirs = [us for name, us in r["peers"].items() if name.startswith("sglang")]
+        if theirs and not r["case"].startswith("overhead/"):
+            kind, _, shape = r["case"].rpartition("/")
+            kinds.setdefault(kind, []).append((min(theirs) / r.get("ours_beside_peers_us", r["ours_us"]), shape.split(","), r["date"]))
+    rows = []
+    for kind, cells in sorted(kinds.items()):
+        same = set.intersection(*(set(shape) for _, shape, _ in cells)) if len(cells) > 1 else set()
+        cells = sorted((ratio, ", ".join(pair.replace("=", " ") for pair in shape if pair not in same)) for ratio, shape, _ in cells)
+        said = [f"{ratio:.2f} ({shape})" for ratio, shape in cells]
+        slower = sum(ratio < 1 for ratio, _ in cells)
+        rows.append([f"`{kind}`", str(len(cells)), f"{slower}: {'; '.join(said[:slower])}" if slower else "none", said[0], said[-1]])
+    dates = ", ".join(sorted({date for cells in kinds.values() for _, _, date in cells}))
+    return f"{recorded['device']}, {dates}; sglang's time divided by ours.\n\n" + table(["kind of call", "cells", "sglang faster in", "worst", "best"], rows)
+
+
+SPECIAL = {"ceilings": ceilings_table, "sglang": sglang_table}
+
+
 def render(page, root=None):
     root, aged = root or ROOT, {}
 
@@ -88,7 +110,7 @@ def render(page, root=None):
         recorded = json.loads(path.read_text())
         if match[2] not in aged:
             aged[match[2]] = older(recorded)
-        content = ceilings_table(recorded) if match[3] == "ceilings" else results_table(recorded, match[3], aged[match[2]])
+        content = SPECIAL[match[3]](recorded) if match[3] in SPECIAL else results_table(recorded, match[3], aged[match[2]])
         return f"{match[1]}{content}{match[5]}"
 
     return BLOCK.sub(fill, page)
@@ -103,18 +125,18 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="exit 1 if the page differs from the recorded results")
     options = parser.parse_args(arguments)
-    page = ROOT / "docs" / "performance.md"
-    before = page.read_text()
-    after = render(before)
+    pages = {page: page.read_text() for page in (ROOT / "docs" / "performance.md", ROOT / "docs" / "compatibility.md")}
+    rendered = {page: render(text) for page, text in pages.items()}
     if options.check:
         for path in sorted((ROOT / "bench" / "results").glob("*.json")):
             recorded = json.loads(path.read_text())
             print("\n".join([age_line(path), *(f"  {case}" for case in sorted(older(recorded)))]))
-        if undated(after) != undated(before):
-            print("docs/performance.md differs from bench/results; run tools/bench_tables.py", file=sys.stderr)
-            return 1
-        return 0
-    page.write_text(after)
+        stale = [page for page, text in pages.items() if undated(rendered[page]) != undated(text)]
+        for page in stale:
+            print(f"{page.relative_to(ROOT)} differs from bench/results; run tools/bench_tables.py", file=sys.stderr)
+        return 1 if stale else 0
+    for page, text in rendered.items():
+        page.write_text(text)
     return 0
 
 

@@ -85,9 +85,10 @@ def test_recorded_results_have_the_schema_and_the_page_is_made_of_them():
         check_schema(json.loads(path.read_text()))
         names = [r["case"] for r in json.loads(path.read_text())["results"]]
         assert len(set(names)) == len(names)
-    page = (ROOT / "docs" / "performance.md").read_text()
-    assert bench_tables.BLOCK.search(page)
-    assert bench_tables.undated(bench_tables.render(page)) == bench_tables.undated(page), "run tools/bench_tables.py"
+    for name in ("performance.md", "compatibility.md"):
+        page = (ROOT / "docs" / name).read_text()
+        assert bench_tables.BLOCK.search(page)
+        assert bench_tables.undated(bench_tables.render(page)) == bench_tables.undated(page), "run tools/bench_tables.py"
 
 
 def test_tables_pivot_keys_and_peers(tmp_path, monkeypatch):
@@ -108,6 +109,23 @@ def test_tables_pivot_keys_and_peers(tmp_path, monkeypatch):
     assert "| operation | n | x | ours |" in family and "| b | 9 | q | 2.00 |" in family and "| c | 1 |  | 1.00 |" in family
 
 
+def test_where_sglang_is_faster(tmp_path):
+    result = lambda case, us, peers, **more: {"case": case, "ours_us": us, "floor_us": 0, "floor": "", "peers": peers, "date": "2026-01-02", **more}  # noqa: E731
+    recorded = {"device": "D", "date": "2026-01-02", "results": [
+        result("a/b/n=1,x=q", 1.0, {"sglang 1 chain": 9.0, "sglang 1 fused": 3.0, "other": 0.1}, ours_beside_peers_us=4.0),  # the fastest form; ours beside it
+        result("a/b/n=2,x=q", 2.0, {"sglang 1": 1.0}),
+        result("a/b/n=3,x=q", 2.0, {"sglang 1": 3.0}),
+        result("a/c/n=1", 2.0, {"sglang 1": 2.0}),  # equal is not faster
+        result("a/d/n=1", 2.0, {"other": 1.0}),
+        result("overhead/e/n=1", 2.0, {"sglang 1": 1.0}),
+    ]}  # fmt: skip
+    assert bench_tables.sglang_table(recorded) == (
+        "D, 2026-01-02; sglang's time divided by ours.\n\n"
+        "| kind of call | cells | sglang faster in | worst | best |\n| --- | --- | --- | --- | --- |\n"
+        "| `a/b` | 3 | 2: 0.50 (n 2); 0.75 (n 1) | 0.50 (n 2) | 1.50 (n 3) |\n| `a/c` | 1 | none | 1.00 (n 1) | 1.00 (n 1) |\n"
+    )
+
+
 def test_rows_of_older_sources_are_marked_and_listed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench_tables.source_digest, "digest", lambda family: {"a": "new", "binding": "new"}[family])
     folder = tmp_path / "bench" / "results"
@@ -123,6 +141,7 @@ def test_rows_of_older_sources_are_marked_and_listed(tmp_path, monkeypatch, caps
 
     monkeypatch.setattr(bench_tables, "ROOT", tmp_path)
     (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "compatibility.md").write_text("")
     (tmp_path / "docs" / "performance.md").write_text(bench_tables.undated(page))  # written when all was new: not false
     assert bench_tables.main(["--check"]) == 0
     assert capsys.readouterr().out == "bench: cpu: 2 of 4 recorded rows are of older sources than these\n  a/b/n=2\n  a/d/n=1\n"

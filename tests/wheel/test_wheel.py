@@ -112,6 +112,16 @@ def test_one_operation_of_each_family(clean, tmp_path):
     assert run(clean / "python", "-c", USE, VERSION, cwd=tmp_path) == "good\n"
 
 
+@pytest.mark.parametrize("version", ["0.1.11", "0.1.9"])  # sglang 0.5.23 pins the first; the second is the oldest that the wheel asks for
+def test_an_older_tvm_ffi(clean, version, tmp_path):
+    run(clean / "python", "-m", "pip", "install", "-q", "--disable-pip-version-check", "--target", tmp_path / "older", f"apache-tvm-ffi=={version}")
+    environment = {"PYTHONPATH": str(tmp_path / "older")}
+    code = "import importlib.metadata, tvm_ffi; print(importlib.metadata.version('apache-tvm-ffi'), tvm_ffi.__file__)"
+    got, _, place = run(clean / "python", "-c", code, cwd=tmp_path, env=environment).strip().partition(" ")
+    assert got == version and place.startswith(str(tmp_path))
+    assert run(clean / "python", "-c", USE, VERSION, cwd=tmp_path, env=environment) == "good\n"
+
+
 def test_command_line(clean, tmp_path):
     assert run(clean / "python", "-m", "specstate", "--version", cwd=tmp_path).strip() == VERSION
     for option in ("--cmake-dir", "--doc-dir"):
