@@ -37,8 +37,13 @@ def check(root):
                 found.append(f"{relative}: link to {link}, which is not there")
             elif anchor and target.suffix == ".md" and anchor not in anchors(text(target) or ""):
                 found.append(f"{relative}: link to {link}, which has no such heading")
-    numbers = {}
-    for path in sorted((root / "docs" / "decisions").glob("*.md")):
+    index = root / "docs" / "decisions" / "README.md"
+    numbers, index = {}, text(index) if index.is_file() else ""
+    for path in sorted((root / "docs" / "decisions").glob("0*.md")):
+        if not (text(path) or "").startswith(f"# {path.name[:4]}: "):
+            found.append(f"docs/decisions/{path.name}: its heading does not begin with its number ('# {path.name[:4]}: ..')")
+        if f"]({path.name})" not in index:
+            found.append(f"docs/decisions/{path.name}: has no line in docs/decisions/README.md")
         other = numbers.setdefault(path.name[:4], path.name)
         if other != path.name:
             found.append(f"docs/decisions/{path.name}: has the number of {other}")

@@ -67,7 +67,9 @@ PLANTED = [
     (docs.check, "docs/a.md", "#One : two\n", "no heading"),
     (docs.check, "docs/a.md", "[gone](c.md)\n", "which is not there"),
     (docs.check, "docs/a.md", "# One\n[gone](#two)\n", "no such heading"),
-    (docs.check, "docs/decisions/0001-other.md", "# Other\n", "has the number of 0001-one.md"),
+    (docs.check, "docs/decisions/0001-other.md", "# 0001: Other\n", "has the number of 0001-one.md"),
+    (docs.check, "docs/decisions/0002-two.md", "# 0002: Two\n", "has no line in docs/decisions/README.md"),
+    (docs.check, "docs/decisions/0001-one.md", "# One\n", "its heading does not begin with its number"),
     (docs.environment, "src/core/env.cpp", 'x = {{"SPECSTATE_NEW", "new", "none"}};\n', "differs from src/core/env.cpp"),
     (docs.environment, "docs/environment.md", "# Environment variables\n", "differs from src/core/env.cpp"),
     (docs.environment, "python/specstate/x.py", 'os.environ.get("SPECSTATE_SECRET")\n', "SPECSTATE_SECRET has no line"),
@@ -78,7 +80,7 @@ PLANTED = [
 
 @pytest.mark.parametrize("rule, name, content, wanted", PLANTED, ids=[f"{p[0].__module__}-{i}" for i, p in enumerate(PLANTED)])
 def test_planted_fault_is_found(rule, name, content, wanted, tmp_path):
-    clean = {"VERSION": "3.2.1\n", "CHANGELOG.md": "# Changelog\n\n## 3.2.1\n", "docs/a.md": "# One\n[one](#one) [two](b.md)\n", "docs/b.md": "# B\n", "docs/decisions/0001-one.md": "# One\n",
+    clean = {"VERSION": "3.2.1\n", "CHANGELOG.md": "# Changelog\n\n## 3.2.1\n", "docs/a.md": "# One\n[one](#one) [two](b.md)\n", "docs/b.md": "# B\n", "docs/decisions/0001-one.md": "# 0001: One\n", "docs/decisions/README.md": "[0001](0001-one.md)\n",
              "HACKING.md": "| room | what |\n| --- | --- |\n| `src/core/` | core |\n| `docs/` | |\n| `include/specstate/` | |\n", "src/core/match.hpp": "#pragma once\n",
              "include/specstate/tensor.hpp": "#pragma once\n", ".clang-format": (ROOT / ".clang-format").read_text(),
              "src/core/env.cpp": "", "docs/environment.md": ""}
