@@ -440,6 +440,12 @@ SwapInSingleArgs check(const SwapInSingleParams& p) {
 }
 
 // ------------------------------------------------------------------------------------------------- replay and transfer
+namespace {
+bool same_buffers(const KvBuffers& a, const KvBuffers& b) {
+  return same_view(a.host_cache, b.host_cache) && same_view(a.device_buffer, b.device_buffer) &&
+         same_view(a.host_cache_v, b.host_cache_v) && same_view(a.device_buffer_v, b.device_buffer_v);
+}
+}  // namespace
 
 ReplayPlanArgs check(const ReplayPlanParams& p, std::vector<CopyArgs>& followers) {
   Checker check(p.op);
@@ -463,12 +469,16 @@ ReplayPlanArgs check(const ReplayPlanParams& p, std::vector<CopyArgs>& followers
   a.capacity = std::min(p.miss_src.sizes[1], p.miss_dst.sizes[1]);
   followers.clear();
   check.array("followers", p.followers, "num_followers", p.num_followers);
+  std::deque<LayerNames> names;
   for (std::int64_t i = 0; i < p.num_followers; ++i) {
-    const LayerNames names("", p.num_followers == 1 ? "" : fmt::format("[{}]", i));
-    Checker follower = check;  // the plan, and this layer: layers may share buffers
-    followers.push_back(copy_args(follower, p.followers[i], p.layout, p.item_size_bytes, p.skip_io, flat_of(p.item_size_bytes), names));
-    follower.outputs_apart();
+    names.emplace_back("", p.num_followers == 1 ? "" : fmt::format("[{}]", i));
+    // A layer that is named twice gets the same bytes twice. Any other two are apart: one's rows must not be lost under the other's.
+    const bool again = std::any_of(p.followers, p.followers + i, [&](const KvBuffers& b) { return same_buffers(b, p.followers[i]); });
+    Checker alone = check;
+    followers.push_back(
+        copy_args(again ? alone : check, p.followers[i], p.layout, p.item_size_bytes, p.skip_io, flat_of(p.item_size_bytes), names.back()));
   }
+  check.outputs_apart();
   return a;
 }
 

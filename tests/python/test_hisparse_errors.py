@@ -428,11 +428,21 @@ def test_transfer_refusals():
         hisparse.transfer_paged(page[0, 1:], page, i, i)
 
 
-def test_layers_of_a_replay_may_share_buffers():
-    """As in sglang's benchmark: only a layer's own two ends must be apart."""
+def test_a_layer_of_a_replay_may_be_named_twice():
+    """As in sglang's benchmark. Any other two layers are apart: rows of one would lie under those of the other."""
     host, device = np.arange(64, dtype=np.uint8).reshape(8, 8), np.zeros((8, 8), np.uint8)
     plan = dict(miss_src=np.array([[3]]), miss_dst=np.array([[5]], np.int32), miss_count=np.ones(1, np.int32))
     hisparse.replay_plan(**plan, host_cache=[host] * 3, device_buffer=[device] * 3)
     np.testing.assert_array_equal(device[5], host[3])
-    with pytest.raises(ValueError, match=r"device_buffer\[1\]: expected memory of its own, got memory that overlaps host_cache\[1\]"):
+    with pytest.raises(ValueError, match=r"device_buffer\[1\]: expected memory of its own, got memory that overlaps host_cache\[[01]\]"):
         hisparse.replay_plan(**plan, host_cache=[host] * 2, device_buffer=[device, host])
+    before = device.copy()
+    for hosts, devices, text in (
+        ([host, host + 1], [device, device], r"device_buffer\[1\]: expected memory of its own, got memory that overlaps device_buffer\[0\]"),
+        ([host, host], [device[:7], device[1:]], r"device_buffer\[1\]: expected memory of its own, got memory that overlaps device_buffer\[0\]"),
+        ([host, device], [device, device.copy()], r"device_buffer\[0\]: expected memory of its own, got memory that overlaps host_cache\[1\]"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            hisparse.replay_plan(**plan, host_cache=hosts, device_buffer=devices)
+        np.testing.assert_array_equal(device, before)
+    hisparse.replay_plan(**plan, host_cache=[host, host], device_buffer=[device, device.copy()])  # hosts are only read
