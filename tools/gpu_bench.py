@@ -19,6 +19,8 @@ import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
+from run_tests import run_within  # noqa: E402
+
 BUILD = ROOT / "build" / "release"
 FAMILIES = ("accept", "draft_kv", "hisparse", "kda", "step")
 PEERS = ("hisparse", "kda", "draft_kv", "step")
@@ -75,9 +77,10 @@ def measure(options):
             if not options.wheel or options.only not in ("", family):
                 continue
             theirs = pathlib.Path(folder) / f"{family}.json"
-            done = subprocess.run([sys.executable, str(ROOT / "bench" / "peers" / f"{family}.py"), "--wheel", options.wheel, "--json", str(theirs), *quick], env=environment())
-            if done.returncode:
-                print(f"gpu_bench: peers of {family} ended with status {done.returncode}", file=sys.stderr)
+            command = [sys.executable, str(ROOT / "bench" / "peers" / f"{family}.py"), "--wheel", options.wheel, "--json", str(theirs), *quick]
+            status = run_within(options.peer_seconds, command, env=environment())
+            if status != 0:
+                print(f"gpu_bench: peers of {family} " + ("ran past --peer-seconds" if status is None else f"ended with status {status}"), file=sys.stderr)
             if theirs.exists():
                 report = with_peers(report, json.loads(theirs.read_text()))
     return report
@@ -88,6 +91,7 @@ def main():
     parser.add_argument("--wheel", default="")
     parser.add_argument("--only", default="")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--peer-seconds", type=float, help="most for the peers of one family; what was measured by then counts")
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--record", type=pathlib.Path, metavar="FILE")
     options = parser.parse_args()

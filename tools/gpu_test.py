@@ -30,7 +30,7 @@ import xml.etree.ElementTree as ET
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
-from run_tests import run_one  # noqa: E402
+from run_tests import run_one, run_within  # noqa: E402
 
 BUILD = ROOT / "build" / "release"
 EVIDENCE = ROOT / "tests" / "gpu" / "evidence.json"
@@ -79,9 +79,7 @@ def run_theirs(path, results, timeout, wheel):
     e = environment() | wheel
     e["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests" / "gpu"), e["PYTHONPATH"]])
     with open(report.with_suffix(".log"), "wb") as out:
-        try:
-            subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=e, timeout=timeout)
-        except subprocess.TimeoutExpired:
+        if run_within(timeout, command, stdout=out, stderr=subprocess.STDOUT, env=e) is None:
             return {path.name: "failed: ran past its limit"}
     return read_theirs(path.stem, report)
 
@@ -126,9 +124,8 @@ def sanitize(tool, program, results, timeout):
     else:
         command += [str(program)] + ([tool] if program.name == "planted_fault" else ["--gtest_brief=1"])
     with open(log, "wb") as out:
-        try:
-            subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=dict(environment(), GPU_TEST_SMALL="1", PYTORCH_NO_CUDA_MEMORY_CACHING="1"), timeout=timeout)
-        except subprocess.TimeoutExpired:
+        small = dict(environment(), GPU_TEST_SMALL="1", PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+        if run_within(timeout, command, stdout=out, stderr=subprocess.STDOUT, env=small) is None:
             out.write(b"\ngpu_test: ran past its limit\n")
     text = log.read_text(errors="replace")
     found = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", text)

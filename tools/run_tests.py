@@ -66,6 +66,18 @@ def read_junit(path, result):
             result.passed += 1
 
 
+def run_within(seconds, command, **options):
+    """subprocess.Popen and its exit status, or None where the time ran out: then it is gone with everything that it started (a program under
+    compute-sanitizer would otherwise live on and share the GPU with what is measured next)."""
+    process = subprocess.Popen(command, start_new_session=True, **options)
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return None
+
+
 def run_one(name, command, results, timeout, environment):
     result = Result(name)
     report = results / (name.replace("/", "-") + ".xml")
@@ -74,14 +86,10 @@ def run_one(name, command, results, timeout, environment):
     start = time.monotonic()
     note = ""
     with open(result.log, "wb") as log:
-        process = subprocess.Popen([part.replace("{report}", str(report)) for part in command], cwd=ROOT, stdin=subprocess.DEVNULL,
-                                   stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
-        try:
-            status = process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            status, note = 1, f"ran past its limit of {timeout} s"
+        status = run_within(timeout, [part.replace("{report}", str(report)) for part in command], cwd=ROOT, stdin=subprocess.DEVNULL,
+                            stdout=log, stderr=subprocess.STDOUT, env=environment)  # fmt: skip
+    if status is None:
+        status, note = 1, f"ran past its limit of {timeout} s"
     result.seconds = time.monotonic() - start
     if report.exists():
         try:

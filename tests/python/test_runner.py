@@ -80,3 +80,17 @@ def test_what_is_said_of_gpu_tests_where_there_is_no_gpu(tmp_path):
 def test_a_time_out_is_a_failure(tmp_path):
     result = run_tests.run_one("cpp/x", [sys.executable, "-c", "import time; time.sleep(60)"], tmp_path, 1, dict(os.environ))
     assert result.failed == 1 and "limit of 1 s" in result.log.read_text()
+
+
+def test_who_runs_too_long_takes_its_children_along(tmp_path):
+    """As compute-sanitizer with the program under it."""
+    child = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}, sys.argv[1]])"
+    assert run_tests.run_within(None, [sys.executable, "-c", "raise SystemExit(3)"]) == 3
+    assert run_tests.run_within(2, [sys.executable, "-c", parent, str(tmp_path / "pid")]) is None
+    stat = pathlib.Path("/proc", (tmp_path / "pid").read_text(), "stat")
+    for _ in range(100):  # its new parent reaps it
+        if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.05)
+    raise AssertionError("the child lives on")
