@@ -25,6 +25,33 @@ def refusal(kind, text):
     return kind(f"{asked}: {text}" if asked else text)
 
 
+# What a conversion says of an object that it cannot convert. Anything else is not about the argument (a signal handler's exception, a KeyError
+# inside an object's own method): it passes unchanged, with a note.
+CONVERSION = (TypeError, ValueError, OverflowError, AttributeError, BufferError, RuntimeError)  # RuntimeError has NotImplementedError below it
+
+
+def noted(error, name=None):
+    """Adds to an exception that passes through us which call, and which argument, was being read (Python 3.11 has notes)."""
+    asked = _asked() or "a call"
+    if hasattr(error, "add_note") and not any(note.startswith("specstate: ") for note in getattr(error, "__notes__", ())):
+        error.add_note(f"specstate: while reading {asked}: {name}" if name else f"specstate: inside {asked}")
+
+
+class reading:
+    """Around a conversion of argument `name`: notes it in what passes."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        if isinstance(error, Exception) and not isinstance(error, CONVERSION):
+            noted(error, self.name)
+        return False
+
+
 def describe(kind, **fields):
     """Documents the fields of a NamedTuple, in `help` and in the stubs."""
     for name, text in fields.items():
@@ -46,8 +73,9 @@ def kind_of(x):
 def integer(name, x):
     """An integer of 64 bits."""
     try:
-        value = int(index(x))
-    except Exception:  # what its own __index__ raises is no integer either
+        with reading(name):
+            value = int(index(x))
+    except CONVERSION:
         raise refusal(TypeError, f"{name}: expected an integer, got {kind_of(x)}.") from None
     if not -(2**63) <= value < 2**63:
         raise refusal(ValueError, f"{name}: expected an integer of 64 bits, got {shown(value)}.")
@@ -79,8 +107,9 @@ def number(name, x):
         return x
     if (hasattr(x, "__float__") or hasattr(x, "__index__")) and not isinstance(x, (str, bytes)):
         try:
-            return float(x)
-        except Exception:  # what its own __float__ raises is no number either
+            with reading(name):
+                return float(x)
+        except CONVERSION:
             pass
     raise refusal(TypeError, f"{name}: expected a number, got {kind_of(x)}.")
 

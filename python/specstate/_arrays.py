@@ -5,9 +5,10 @@ that may be none; `empty_like` makes a result of the kind of an argument, alloca
 """
 
 import sys
+from contextlib import nullcontext
 from operator import index
 
-from ._arguments import refusal
+from ._arguments import CONVERSION, reading, refusal
 from ._library import function, look, not_handed_over
 
 # NumPy cannot export these by DLPack: they cross as integers of the same size under their own name.
@@ -28,6 +29,17 @@ def _framework(x):
     """The framework whose array it is, also of a class that a program derived from that framework's."""
     roots = (c.__module__.partition(".")[0] for c in type(x).__mro__)
     return next((root for root in roots if root in ("torch", "cupy", "jax", "jaxlib", "numpy")), _kind(x))
+
+
+def derived(x):
+    """Is it a tensor of a class that a program derived from torch's? Its `__torch_function__` may say anything of it."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(x, getattr(torch, "Tensor", ())) and _kind(x) != "torch"
+
+
+def undispatched(x):
+    """A context in which torch says of a tensor what is so, not what its class says."""
+    return sys.modules["torch"]._C.DisableTorchFunctionSubclass() if derived(x) else nullcontext()
 
 
 class _Alias:
@@ -134,10 +146,11 @@ def tensor(name, x):
     import tvm_ffi
 
     try:
-        t = x if isinstance(x, tvm_ffi.Tensor) else tvm_ffi.from_dlpack(x)
-    except (MemoryError, RecursionError):  # not a question of the array
+        with reading(name):
+            t = x if isinstance(x, tvm_ffi.Tensor) else tvm_ffi.from_dlpack(x)
+    except RecursionError:  # not a question of the array
         raise
-    except Exception as error:
+    except CONVERSION as error:
         raise refusal(ValueError, f"{name}: expected {not_handed_over(x, error)}") from error
     look(name, t)
     return t
@@ -147,22 +160,30 @@ def is_cuda(x):
     """Does the array live on a GPU?"""
     device = getattr(x, "__dlpack_device__", None)
     try:
-        return device is not None and int(device()[0]) in (2, 13)  # kDLCUDA, kDLCUDAManaged
-    except Exception:  # no array: its check says so
+        with undispatched(x):
+            return device is not None and int(device()[0]) in (2, 13)  # kDLCUDA, kDLCUDAManaged
+    except (*CONVERSION, LookupError):  # no array: its check says so
         return False
 
 
 def shape_of(name, x, ndim=None):
     """The shape of an argument, as a tuple; of `ndim` dimensions if that is given."""
     try:
-        shape, _ = tuple(map(index, x.shape)), x.dtype
+        with reading(name), undispatched(x):
+            shape, _ = tuple(map(index, x.shape)), x.dtype
     except (AttributeError, TypeError):
         raise refusal(TypeError, f"{name}: expected an array that supports DLPack, got {type(x).__name__}.") from None
-    except Exception as error:  # tvm-ffi's, of complex numbers
+    except CONVERSION as error:  # tvm-ffi's, of complex numbers
         raise refusal(ValueError, f"{name}: expected {not_handed_over(x, error)}") from error
     if ndim is not None and len(shape) != ndim:
         raise refusal(ValueError, f"{name}: expected {ndim} dimensions, got shape {shape}.")
     return shape
+
+
+def dtype_of(x):
+    """"bfloat16" of NumPy's bfloat16 and of torch.bfloat16."""
+    with undispatched(x):
+        return str(x.dtype).rpartition(".")[2]
 
 
 def empty_like(like, shape, dtype=None):
@@ -171,7 +192,8 @@ def empty_like(like, shape, dtype=None):
     if kind == "torch":
         import torch
 
-        return torch.empty(shape, dtype=like.dtype if dtype is None else getattr(torch, dtype), device=like.device)
+        with undispatched(like):
+            return torch.empty(shape, dtype=like.dtype if dtype is None else getattr(torch, dtype), device=like.device)
     if kind == "cupy":
         import cupy
 

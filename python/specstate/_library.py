@@ -6,7 +6,7 @@ import pathlib
 import sys
 import threading
 
-from ._arguments import kind_of, refusal
+from ._arguments import CONVERSION, kind_of, noted, refusal
 
 _module, _loading = None, threading.RLock()
 _NAME = "libspecstate_ffi.so"
@@ -97,11 +97,14 @@ def _naming(f):
             return f(*arguments)
         except RecursionError:  # not a question of one argument
             raise
-        except (TypeError, RuntimeError, ValueError, BufferError, AttributeError) as error:
+        except CONVERSION as error:
             wrong = _wrong(arguments)
             if wrong is None:
                 raise
             raise refusal(ValueError, wrong) from error
+        except Exception as error:  # not about an argument, or an object's own
+            noted(error, _inside(error, arguments))
+            raise
 
     return call
 
@@ -119,17 +122,33 @@ def not_handed_over(x, error):
     return f"an array that can be handed over by DLPack, got {kind_of(x)}: {said}."
 
 
+def _parts(arguments):
+    return (part for given in arguments for part in (given if isinstance(given, (tuple, list)) else (given,)))
+
+
+def _inside(error, arguments):
+    """The name of the argument in whose own method the exception was raised, or None."""
+    given, traceback = {id(x) for x in _parts(arguments)}, error.__traceback__
+    while traceback is not None:
+        code, values = traceback.tb_frame.f_code, traceback.tb_frame.f_locals
+        x = values.get(code.co_varnames[0]) if code.co_argcount else None
+        if x is not None and id(x) in given:
+            return _name_of(x)
+        traceback = traceback.tb_next
+    return None
+
+
 def _wrong(arguments):
     """What is wrong with the first argument that cannot become a tensor of the library, or None."""
     import tvm_ffi
 
-    for x in (part for given in arguments for part in (given if isinstance(given, (tuple, list)) else (given,))):
+    for x in _parts(arguments):
         if hasattr(x, "__dlpack__"):
             try:
                 export("look")(_name_of(x), x if isinstance(x, tvm_ffi.Tensor) else tvm_ffi.from_dlpack(x))
             except _ArgumentError as error:
                 return str(error)
-            except Exception as error:
+            except CONVERSION as error:
                 return f"{_name_of(x)}: expected {not_handed_over(x, error)}"
     return None
 

@@ -102,7 +102,6 @@ def plan_verify_lengths(
 
     Returns verify_lens [b] int32 in 1..G+1: how wide the verify window of each row should be. The budget maximises (expected
     tokens) * (steps per second); it goes to the highest survival products, ties to the earlier proposal, then the lower row.
-   
     """
     if out is None:
         out = empty_like(confidences, shape_of("confidences", confidences)[:1], "int32")

@@ -11,8 +11,10 @@ NotImplementedError; the text begins with the function and names the argument, a
 Under sglang's names the texts are sglang's where it has one.
 """
 
+from math import prod
+
 from ._arguments import flag, integer, kind_of, number, refusal
-from ._arrays import array_in, array_out, empty_like, is_cuda, shape_of
+from ._arrays import array_in, array_out, dtype_of, empty_like, is_cuda, shape_of, tensor, undispatched
 from ._library import function
 from ._stream import stream_handle
 
@@ -55,8 +57,9 @@ def _pack(kv_weight, kv_bias):
 
 
 def _dense_copy(x):
-    copy = empty_like(x, tuple(x.shape))
-    copy[...] = x
+    with undispatched(x):
+        copy = empty_like(x, tuple(x.shape))
+        copy[...] = x
     return copy
 
 
@@ -75,7 +78,8 @@ def _workspace(like, fc_weight, stream):
     needed = function("draft_kv_workspace_bytes")(like, fc_weight)
     if needed == 0:
         return None
-    key = (type(like).__module__, *(int(i) for i in like.__dlpack_device__()), stream)
+    with undispatched(like):
+        key = (type(like).__module__, *(int(i) for i in like.__dlpack_device__()), stream)
     if key not in _workspaces or _workspaces[key].shape[0] < needed:
         _workspaces[key] = empty_like(like, (needed,), "uint8")
     return _workspaces[key]
@@ -151,6 +155,8 @@ def materialize_into_pool(
     if isinstance(kv_weight, KvProjection):
         if kv_bias is not None:
             raise refusal(ValueError, "kv_bias: expected none beside a KvProjection, which has its own: either packed or plain weights, got both.")
+        if not hasattr(kv_weight, "_packed"):
+            raise refusal(ValueError, "kv_weight: expected a KvProjection that was made from weights, got one whose __init__ has not run.")
         packed, kv_bias, kv_weight = kv_weight._packed, kv_weight._bias, kv_weight._weight
     _materialize(
         ctx_hidden,
@@ -229,11 +235,6 @@ def _materialize(
     )
 
 
-def _dtype_name(array):
-    """"bfloat16" of NumPy's bfloat16 and of torch.bfloat16."""
-    return str(array.dtype).rpartition(".")[2]
-
-
 # What a layer must have.
 _LAYER = tuple(
     "self_attn" + name
@@ -242,6 +243,7 @@ _LAYER = tuple(
 
 
 _WEIGHT = "qkv_proj.weight"
+_POSITIONS = ("int32", "int64", "int8", "int16", "uint8", "uint16", "uint32")
 
 
 def _rotation(rotary_emb, head_dim, at=""):
@@ -356,8 +358,8 @@ class FusedKVMaterializeHelper:
             shape = shape_of(f"layers[{i}].self_attn.{name}", x)
             if not fits(shape):
                 refuse(name, expected, shape)
-            if _dtype_name(x) not in ("float32", "bfloat16", "float16"):
-                refuse(name, "dtype float32 or bfloat16 or float16", _dtype_name(x))
+            if dtype_of(x) not in ("float32", "bfloat16", "float16"):
+                refuse(name, "dtype float32 or bfloat16 or float16", dtype_of(x))
         eps = number(f"layers[{i}].self_attn.k_norm.variance_epsilon", attn.k_norm.variance_epsilon)
         if not 0 <= eps < 3.4e38:  # a float32
             refuse("k_norm.variance_epsilon", "a finite number >= 0", eps)
@@ -387,7 +389,7 @@ class FusedKVMaterializeHelper:
             kv = slice(attn.q_size, attn.q_size + 2 * self.kv_size)
             weight, norm, bias = (w.detach() if hasattr(w, "detach") else w for w, _ in packed_from[3 * i : 3 * i + 3])
             layers.append((weight[kv], None if bias is None else bias[kv], norm, float(attn.k_norm.variance_epsilon)))
-        self._dtype = _dtype_name(self._layers[0].self_attn.qkv_proj.weight)
+        self._dtype = dtype_of(self._layers[0].self_attn.qkv_proj.weight)
         if is_cuda(layers[0][0]):
             if not _checking:
                 self._refresh_cuda(layers)
@@ -447,20 +449,27 @@ class FusedKVMaterializeHelper:
         """Calls ``write_layer_kv(layer, k, v)`` for every layer in order, k and v [T, num_kv_heads, head_dim] of the weights'
         dtype and of ctx_hidden's kind, new arrays for each call.
 
-        ctx_hidden [T, hidden], rounded to the weights' dtype; T = 0 calls nothing. positions: T integers of any shape, row-major.
+        ctx_hidden [T, hidden], rounded to the weights' dtype; T = 0 calls nothing, whatever the number of positions, but looks at the kinds of its arguments. positions: T integers of any shape, row-major.
         Raises ValueError and RuntimeError with sglang's texts; positions are checked with and without a position hint.
         """
         total_ctx = int(shape_of("ctx_hidden", ctx_hidden, 2)[0])
+        count = prod(shape_of("positions", positions))
+        if dtype_of(positions) not in _POSITIONS:
+            raise refusal(ValueError, f"positions: expected dtype int32 or int64, got {dtype_of(positions)}.")
+        for name, x in (("ctx_hidden", ctx_hidden), ("positions", positions)):  # they have memory
+            tensor(name, array_in(name, x))
         if total_ctx == 0:
+            if not callable(write_layer_kv):
+                raise refusal(TypeError, f"write_layer_kv: expected a function, got {kind_of(write_layer_kv)}.")
             return
-        if len(shape_of("positions", positions)) != 1:
-            positions = positions.reshape(-1)
-        if positions.shape[0] != total_ctx:
+        if count != total_ctx:
             raise ValueError(
                 "positions must match ctx_hidden token count for fused KV materialization: "
-                f"positions={positions.shape[0]}, total_ctx={total_ctx}."
+                f"positions={count}, total_ctx={total_ctx}."
             )
-        if _dtype_name(positions) in ("int8", "int16", "uint8", "uint16", "uint32"):
+        if len(shape_of("positions", positions)) != 1:
+            positions = positions.reshape(-1)
+        if dtype_of(positions) in ("int8", "int16", "uint8", "uint16", "uint32"):
             narrow, positions = positions, empty_like(ctx_hidden, (total_ctx,), "int64")
             positions[...] = narrow
         if self._cuda is not None and self.max_position_hint is not None:
@@ -477,7 +486,7 @@ class FusedKVMaterializeHelper:
         shape = (total_ctx, self.num_kv_heads, self.head_dim)
         if self._cuda is not None:  # one pass over all layers
             weight, bias, norm, eps = self._cuda
-            if _dtype_name(ctx_hidden) in {"float32", "float16", "bfloat16"} - {self._dtype}:  # rounded here, for the tensor cores
+            if dtype_of(ctx_hidden) in {"float32", "float16", "bfloat16"} - {self._dtype}:  # rounded here, for the tensor cores
                 other, ctx_hidden = ctx_hidden, empty_like(ctx_hidden, tuple(ctx_hidden.shape), self._dtype)
                 ctx_hidden[...] = other
             k, v = (empty_like(ctx_hidden, (self.n_layers, *shape), self._dtype) for _ in range(2))
@@ -514,10 +523,10 @@ def fused_norm_rope_stacked(
     empty arrays. sglang's texts where sglang checks.
     """
     num_kv_heads, head_dim = integer("num_kv_heads", num_kv_heads), integer("head_dim", head_dim)
-    shape = shape_of("kv", kv)
-    n_layers, tokens = (shape[1], shape[0]) if len(shape) == 3 else (0, 0)
+    kv_shape = shape_of("kv", kv)
+    n_layers, tokens = (kv_shape[1], kv_shape[0]) if len(kv_shape) == 3 else (0, 0)
     shape = (n_layers, tokens, num_kv_heads, head_dim)
-    if min(shape) < 0 or len(kv.shape) != 3 or kv.shape[2] != 2 * num_kv_heads * head_dim:
+    if min(shape) < 0 or len(kv_shape) != 3 or kv_shape[2] != 2 * num_kv_heads * head_dim:
         shape = (0, 0, 0, 0)  # of sizes that the call refuses nothing is allocated
     k = empty_like(kv, shape) if k_out is None or tokens == 0 else k_out
     v = empty_like(kv, shape) if v_out is None or tokens == 0 else v_out

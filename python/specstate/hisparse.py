@@ -24,7 +24,7 @@ Under sglang's names the texts are sglang's where it has one, and RuntimeErrors 
 from typing import Any, NamedTuple
 
 from ._arguments import describe, flag, group, integer, integers, kind_of, refusal, renamed, size
-from ._arrays import array_in, array_out, empty_like, is_cuda, shape_of, tensor
+from ._arrays import array_in, array_out, dtype_of, empty_like, is_cuda, shape_of, tensor, undispatched
 from ._library import at_once, function
 from ._stream import stream_handle
 
@@ -106,19 +106,14 @@ def _below(n, name):
     return n
 
 
-def _dtype(x):
-    """"int32" of NumPy's int32 and of torch.int32."""
-    return str(x.dtype).rpartition(".")[2]
-
-
 def new_swap_state(slot_locs, hot, context):
     """An empty SwapState around `slot_locs` [R, H+P] int32, for `hot` = H slots (1 to H+P) and `context` = L positions."""
     requests, width = shape_of("slot_locs", slot_locs, 2)
     hot, context = integer("hot", hot), _below(size("context", context), "context")
     if not 1 <= hot <= width:
         raise refusal(ValueError, f"hot: expected 1 to the {width} columns of slot_locs, got {hot}.")
-    if _dtype(slot_locs) != "int32":
-        raise refusal(ValueError, f"slot_locs: expected dtype int32, got {_dtype(slot_locs)}.")
+    if dtype_of(slot_locs) != "int32":
+        raise refusal(ValueError, f"slot_locs: expected dtype int32, got {dtype_of(slot_locs)}.")
     state = SwapState(
         empty_like(slot_locs, (requests, width), "int32"),
         slot_locs,
@@ -382,8 +377,8 @@ describe(
 def new_spec_state(scratch_locs, hot, occurrences):
     """A fresh HiSparseSpecState around `scratch_locs` [R, C] int32: nothing indexed, all counters 0. occurrences = S * K."""
     requests = shape_of("scratch_locs", scratch_locs, 2)[0]
-    if _dtype(scratch_locs) != "int32":
-        raise refusal(ValueError, f"scratch_locs: expected dtype int32, got {_dtype(scratch_locs)}.")
+    if dtype_of(scratch_locs) != "int32":
+        raise refusal(ValueError, f"scratch_locs: expected dtype int32, got {dtype_of(scratch_locs)}.")
     hot, occurrences = _below(size("hot", hot), "hot"), _below(size("occurrences", occurrences), "occurrences")
     index = empty_like(scratch_locs, (requests, 2, 1 << max(1, (2 * hot - 1).bit_length())), "int64")
     policy = empty_like(scratch_locs, (requests + 1, hot), "int32")
@@ -500,7 +495,8 @@ def _row_pitch(name, x):
     if not shape_of(name, x):
         raise refusal(ValueError, f"{name}: expected at least one dimension, got shape ().")
     if hasattr(x, "element_size"):  # torch
-        return x.stride(0) * x.element_size()
+        with undispatched(x):
+            return x.stride(0) * x.element_size()
     if hasattr(x, "strides") and hasattr(x, "nbytes"):  # NumPy, CuPy
         return x.strides[0]
     t = tensor(name, array_in(name, x))
@@ -620,6 +616,11 @@ class Coordinator:
         if is_cuda(self._like):
             tables = tensor("tables", empty_like(self._like, (int(function("hisparse_coordinator_table_bytes")(*rest, len(hosts))),), "uint8"))
         self._handle = function("hisparse_coordinator_new")(hosts, devices, *second, *rest, tables, stream_handle(stream, self._like))
+
+    def __getattr__(self, name):
+        if name in ("_handle", "_like", "_window", "_shape"):
+            raise refusal(TypeError, "self: expected a Coordinator that was made, got one whose __init__ has not run.")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     def _call(self, name, *arguments, **numbers):
         """The export `name`: handle, integers by name, then the rest."""

@@ -17,6 +17,7 @@ NotImplementedError; the text begins with the function and names the argument, a
 Under sglang's names the texts are sglang's where it has one.
 """
 
+from math import prod
 from typing import Any, NamedTuple
 
 from ._arguments import describe, flag, group, integer, number, optional_number, refusal, renamed
@@ -82,9 +83,9 @@ def _step(in_place, x_q, x_k, x_v, w_q, w_k, w_v, cs_q, cs_k, cs_v, g, beta, A_l
 _NO_RINGS = (None,) * 4
 
 
-def _result(out, like):
+def _result(out, name, like):
     """`out`, or a new array like `like`; where that is missing the check of the call says so."""
-    return empty_like(like, tuple(like.shape)) if out is None and hasattr(like, "shape") else out
+    return empty_like(like, shape_of(name, like)) if out is None and hasattr(like, "shape") else out
 
 
 def verify(x_q, x_k, x_v, g, beta, A_log, dt_bias, state, slots, cu_seqlens=None, *, w_q=None, w_k=None, w_v=None, cs_q=None, cs_k=None,
@@ -115,7 +116,7 @@ def verify(x_q, x_k, x_v, g, beta, A_log, dt_bias, state, slots, cu_seqlens=None
 
     Returns out [T, HV, V] act.
     """
-    out = _result(out, x_v)
+    out = _result(out, "x_v", x_v)
     ring = _NO_RINGS if rings is None else group("rings", rings, Rings)
     if at_once("kda_verify", (
         x_q, x_k, x_v, w_q, w_k, w_v, cs_q, cs_k, cs_v, g, beta, A_log, dt_bias, state, slots, cu_seqlens, onorm_gate, onorm_weight, onorm_eps, out,
@@ -144,7 +145,7 @@ def decode(x_q, x_k, x_v, g, beta, A_log, dt_bias, state, slots, cu_seqlens=None
 
     Arguments as in `verify`. Returns out [T, HV, V].
     """
-    out = _result(out, x_v)
+    out = _result(out, "x_v", x_v)
     if at_once("kda_decode", (
         x_q, x_k, x_v, w_q, w_k, w_v, cs_q, cs_k, cs_v, g, beta, A_log, dt_bias, state, slots, cu_seqlens, onorm_gate, onorm_weight, onorm_eps, out,
         lower_bound, softplus_beta, softplus_threshold, scale, l2norm, round_before_norm, null_slot, stream,
@@ -258,7 +259,7 @@ def fused_kda_decode_mtp_dspark(*, x_q, x_k, x_v, w_q, w_k, w_v, cs_q, cs_k, cs_
 
     Returns out [1, T, H, 128] of x_v's dtype. A request shorter than T/N writes only its own tokens' entries.
     """
-    out = _result(out, x_v)
+    out = _result(out, "x_v", x_v)
     rings = (("replayssm_rawv", replayssm_rawv), ("replayssm_rawk", replayssm_rawk), ("replayssm_g", replayssm_g),
              ("replayssm_beta", replayssm_beta))  # fmt: skip
     in_rings = all(x is not None for _, x in rings)
@@ -352,7 +353,7 @@ def _gating_update(*, A_log, a, dt_bias, softplus_beta, softplus_threshold, q, k
                    replayssm_rawv=None, replayssm_rawk=None, replayssm_g=None, replayssm_beta=None, out, stream, one_token=False,
                    **_):  # fmt: skip
     """Both neighbours, by name; what else the caller has changes nothing."""
-    out = _result(out, v)
+    out = _result(out, "v", v)
     if at_once("kda_gating_update", (
         A_log, a, dt_bias, softplus_beta, softplus_threshold, q, k, v, b, initial_state_source, initial_state_indices, scale, use_qk_l2norm_in_kernel,
         cu_seqlens, is_kda, lower_bound, disable_state_update, intermediate_states_buffer, intermediate_state_indices, retrieve_parent_token, cache_ring,
@@ -389,32 +390,27 @@ def cutedsl_fused_sigmoid_gating_kda_update(A_log, dt_bias, q, k, v, a, b, initi
     `verify`; use_qk_l2norm_in_kernel: q and k are normalised. Returns v's shape.
     """
     arguments = locals()
+    shapes = {}
     for name, x, heads in (("q", q, "H, K"), ("k", k, "H, K"), ("v", v, "HV, V")):
-        if len(shape_of(name, x)) != 4:
+        shapes[name] = shape_of(name, x)
+        if len(shapes[name]) != 4:
             raise ValueError(
-                f"cutedsl_fused_sigmoid_gating_kda_update: {name}: expected shape [N, 1, {heads}] or [1, N, {heads}], got {tuple(x.shape)}."
+                f"cutedsl_fused_sigmoid_gating_kda_update: {name}: expected shape [N, 1, {heads}] or [1, N, {heads}], got {shapes[name]}."
             )
-    n, (h_v, d_v), d_k = q.shape[0] * q.shape[1], v.shape[-2:], q.shape[-1]
+    n, (h_v, d_v), d_k = shapes["q"][0] * shapes["q"][1], shapes["v"][-2:], shapes["q"][-1]
     if 0 in (h_v, d_v, d_k):
-        raise ValueError(f"cutedsl_fused_sigmoid_gating_kda_update: v: expected heads and channels, got q {tuple(q.shape)} and v {tuple(v.shape)}.")
-    varlen = q.shape[0] == 1 and q.shape[1] > 1
+        raise ValueError(f"cutedsl_fused_sigmoid_gating_kda_update: v: expected heads and channels, got q {shapes['q']} and v {shapes['v']}.")
+    varlen = shapes["q"][0] == 1 and shapes["q"][1] > 1
     for name, x in (("A_log", A_log), ("dt_bias", dt_bias), ("a", a), ("initial_state_source", initial_state_source)):
-        shape_of(name, x)
-    if _numel(A_log) != h_v:
+        shapes[name] = shape_of(name, x)
+    if prod(shapes["A_log"]) != h_v:
         raise ValueError(f"Unexpected A_log shape: {A_log.shape}; expected numel={h_v}")
-    if _numel(dt_bias) != h_v * d_k:
+    if prod(shapes["dt_bias"]) != h_v * d_k:
         raise ValueError(f"Unexpected dt_bias shape: {dt_bias.shape}; expected numel={h_v * d_k}")
     full = (1, n, h_v, d_k) if varlen else (n, 1, h_v, d_k)
-    if tuple(a.shape) not in ((n, h_v * d_k), (n, h_v, d_k), full):
+    if shapes["a"] not in ((n, h_v * d_k), (n, h_v, d_k), full):
         raise ValueError(f"Unexpected a shape for {'varlen' if varlen else 'dense'}: {a.shape}")
-    shape, slot = tuple(initial_state_source.shape), h_v * d_v * d_k
+    shape, slot = shapes["initial_state_source"], h_v * d_v * d_k
     if not (shape[1:] == (h_v, d_v, d_k) if len(shape) == 4 else len(shape) == 1 and shape[0] % slot == 0):
         raise ValueError(f"Unexpected initial_state_source shape: {initial_state_source.shape}")
     return _gating_update(**arguments, one_token=True)
-
-
-def _numel(x):
-    n = 1
-    for size in x.shape:
-        n *= size
-    return n

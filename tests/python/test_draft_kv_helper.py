@@ -139,7 +139,13 @@ def test_positions_of_any_shape_and_integer_type():
 def test_no_tokens_no_callback():
     rope = Rope()
     helper = FusedKVMaterializeHelper(make_layers(rope=rope), rope, 2, 8, "cpu")
-    helper.materialize(np.zeros((0, 24), BF16), np.zeros(17, int), None)  # before positions are looked at
+    helper.materialize(np.zeros((0, 24), BF16), np.zeros(17, int), print)  # before positions are counted, as sglang does
+    for wrong in (object(), "x", [1], 5, None, np.zeros(0), np.zeros(0, complex), np.zeros(0, bool), np.array(["x"]), np.array([object()])):
+        for tokens in (0, 1):
+            with pytest.raises((TypeError, ValueError), match="^FusedKVMaterializeHelper: positions: expected "):
+                helper.materialize(np.zeros((tokens, 24), BF16), wrong, print)
+    with pytest.raises(TypeError, match="^FusedKVMaterializeHelper: write_layer_kv: expected a function, got NoneType"):
+        helper.materialize(np.zeros((0, 24), BF16), np.zeros(0, int), None)
     assert rope.calls == []
 
 

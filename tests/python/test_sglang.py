@@ -452,3 +452,26 @@ def environment(folder):
     import os
 
     return dict(os.environ, PYTHONPATH=f"{folder}{os.pathsep}{ROOT / 'python'}", PYTHONDONTWRITEBYTECODE="1")
+
+
+def test_what_stands_in_sys_modules(tree, monkeypatch):
+    """A module without a spec is no sglang; modules that do not show their attributes are passed over."""
+    import types
+
+    class Closed(types.ModuleType):
+        @property
+        def __dict__(self):
+            raise RuntimeError("closed")
+
+        def __getattribute__(self, name):
+            raise RuntimeError("closed")
+
+    tree()
+    monkeypatch.setitem(sys.modules, "a_closed_module", Closed("a_closed_module"))
+    assert drop_in.install(only="hisparse")
+    drop_in.uninstall()
+    monkeypatch.setitem(sys.modules, "sglang", types.ModuleType("sglang"))
+    with pytest.raises(ImportError, match="sglang is not installed in this Python"):
+        drop_in.install()
+    with pytest.raises(TypeError, match="^install: only: expected a name, a sequence of names or None, got int 5"):
+        drop_in.install(only=5)

@@ -174,3 +174,44 @@ def test_what_is_written_where_several_names_share_memory():
     assert torch.equal(accept.plan_verify_lengths(**{**call, "out": lazy}), want) and origin.tolist() == [-7, -7]
     with pytest.raises(ValueError, match="plan_verify_lengths: out: expected elements that do not share memory, got stride 0"):
         accept.plan_verify_lengths(**{**call, "out": torch.zeros(1, dtype=torch.int32).expand(2)})
+
+
+class Hostile(torch.Tensor):
+    """Whatever is asked of it, its class says something else."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), keywords=None):
+        raise LookupError(f"asked for {function}")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_memory_is_taken_whatever_torch_function_says(name):
+    """All of a call's tensors, also where results are made like them, or the shape and the stream are read from them; and NumPy beside them."""
+    want, call = in_torch(name), in_torch(name)
+    results = operation(name)(**want)
+    for path, x in tensors(call):
+        call = replace(call, path, x.as_subclass(Hostile))
+    got = operation(name)(**call)
+    with torch._C.DisableTorchFunctionSubclass():
+        for (path, x), (_, y) in zip(tensors(want), tensors(call), strict=True):
+            assert torch.equal(x, y), path
+    assert specstate.supports(name, **call) == (True, "")
+    for x, y in zip(*(r if isinstance(r, tuple) else (r,) for r in (results, got)), strict=True):
+        if isinstance(x, torch.Tensor):
+            with torch._C.DisableTorchFunctionSubclass():
+                assert torch.equal(x, y), name
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_positions_of_the_helper():
+    from test_draft_kv_helper import Rope, make_layers
+
+    from specstate.draft_kv import FusedKVMaterializeHelper
+
+    rope = Rope()
+    helper = FusedKVMaterializeHelper(make_layers(rope=rope), rope, 2, 8, "cpu")
+    good = torch.arange(1, 4)
+    for hidden in (torch.zeros((3, 24), dtype=torch.bfloat16), torch.zeros((0, 24), dtype=torch.bfloat16)):
+        for wrong in (good.float(), good.bool(), good.to(torch.complex64), good.to("meta"), good.to_sparse(), good.float().as_subclass(Hostile)):
+            with pytest.raises((TypeError, ValueError), match="^FusedKVMaterializeHelper: positions: expected "):
+                helper.materialize(hidden, wrong, print)

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-from .._arguments import flag
+from .._arguments import flag, kind_of, refusal
 
 __all__ = ["install", "installed", "plugin", "uninstall"]
 
@@ -222,7 +222,11 @@ def _swap(old, new):
     for name, module in list(sys.modules.items()):
         if not isinstance(module, types.ModuleType):
             continue
-        for attribute, value in list(vars(module).items()):
+        try:
+            attributes = list(vars(module).items())
+        except Exception:  # a module of a class that shows none: it has not imported anything by that name
+            continue
+        for attribute, value in attributes:
             if value is old:
                 setattr(module, attribute, new)
                 changed.append(name)
@@ -235,7 +239,7 @@ def _chosen(only):
     try:
         names = [n.strip() for n in only.split(",")] if isinstance(only, str) else list(only)
     except TypeError:
-        names = [only]
+        raise refusal(TypeError, f"only: expected a name, a sequence of names or None, got {kind_of(only)}.") from None
     known = {*_FAMILIES, *(t.name for t in _TARGETS)}
     wrong = [repr(name) for name in names if not isinstance(name, str) or name not in known] or ([] if names else ["none of them"])
     if wrong:
@@ -272,7 +276,11 @@ def install(only: "str | Iterable[str] | None" = None, strict: bool = False) -> 
     them, or does not import (what is missing is the cause of the error); ValueError for an unknown name. A second call replaces the first; one that fails leaves the first in place.
     """
     targets, strict = _chosen(only), flag("strict", strict)
-    if importlib.util.find_spec("sglang") is None:
+    try:
+        found = importlib.util.find_spec("sglang")
+    except ValueError:  # a module without a spec, which somebody put there
+        found = None
+    if found is None:
         raise ImportError("specstate.sglang: sglang is not installed in this Python; there is nothing to replace")
     with _changing:
         return _install(targets, strict)
