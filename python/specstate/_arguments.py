@@ -37,21 +37,6 @@ def noted(error, name=None):
         error.add_note(f"specstate: while reading {asked}: {name}" if name else f"specstate: inside {asked}")
 
 
-class reading:
-    """Around a conversion of argument `name`: notes it in what passes."""
-
-    def __init__(self, name):
-        self.name = name
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, traceback):
-        if isinstance(error, Exception) and not isinstance(error, CONVERSION):
-            noted(error, self.name)
-        return False
-
-
 def describe(kind, **fields):
     """Documents the fields of a NamedTuple, in `help` and in the stubs."""
     for name, text in fields.items():
@@ -73,10 +58,12 @@ def kind_of(x):
 def integer(name, x):
     """An integer of 64 bits."""
     try:
-        with reading(name):
-            value = int(index(x))
+        value = int(index(x))
     except CONVERSION:
         raise refusal(TypeError, f"{name}: expected an integer, got {kind_of(x)}.") from None
+    except Exception as error:
+        noted(error, name)
+        raise
     if not -(2**63) <= value < 2**63:
         raise refusal(ValueError, f"{name}: expected an integer of 64 bits, got {shown(value)}.")
     return value
@@ -107,10 +94,12 @@ def number(name, x):
         return x
     if (hasattr(x, "__float__") or hasattr(x, "__index__")) and not isinstance(x, (str, bytes)):
         try:
-            with reading(name):
-                return float(x)
+            return float(x)
         except CONVERSION:
             pass
+        except Exception as error:
+            noted(error, name)
+            raise
     raise refusal(TypeError, f"{name}: expected a number, got {kind_of(x)}.")
 
 

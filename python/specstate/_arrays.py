@@ -8,7 +8,7 @@ import sys
 from contextlib import nullcontext
 from operator import index
 
-from ._arguments import CONVERSION, reading, refusal
+from ._arguments import CONVERSION, noted, refusal
 from ._library import function, look, not_handed_over
 
 # NumPy cannot export these by DLPack: they cross as integers of the same size under their own name.
@@ -33,13 +33,19 @@ def _framework(x):
 
 def derived(x):
     """Is it a tensor of a class that a program derived from torch's? Its `__torch_function__` may say anything of it."""
+    kind = type(x)
+    if kind is _ndarray or kind in _torch:
+        return False
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(x, getattr(torch, "Tensor", ())) and _kind(x) != "torch"
 
 
+_as_it_is = nullcontext()
+
+
 def undispatched(x):
     """A context in which torch says of a tensor what is so, not what its class says."""
-    return sys.modules["torch"]._C.DisableTorchFunctionSubclass() if derived(x) else nullcontext()
+    return sys.modules["torch"]._C.DisableTorchFunctionSubclass() if derived(x) else _as_it_is
 
 
 class _Alias:
@@ -116,7 +122,7 @@ def array_in(name, x):
         _ndarray = np.ndarray
         return _from_numpy(name, np, x)
     if torch is not None and isinstance(x, getattr(torch, "Tensor", ())):
-        if kind not in _torch and _kind(x) == "torch":  # not every class that a program derives, and drops again
+        if kind not in _torch and _kind(x) == "torch":  # not every class that a program derives (which tvm-ffi keeps alive, but we need not)
             _known(kind, _signs(torch))
             _torch.add(kind)
         return _from_torch(torch, name, x)
@@ -146,12 +152,14 @@ def tensor(name, x):
     import tvm_ffi
 
     try:
-        with reading(name):
-            t = x if isinstance(x, tvm_ffi.Tensor) else tvm_ffi.from_dlpack(x)
+        t = x if isinstance(x, tvm_ffi.Tensor) else tvm_ffi.from_dlpack(x)
     except RecursionError:  # not a question of the array
         raise
     except CONVERSION as error:
         raise refusal(ValueError, f"{name}: expected {not_handed_over(x, error)}") from error
+    except Exception as error:
+        noted(error, name)
+        raise
     look(name, t)
     return t
 
@@ -169,12 +177,15 @@ def is_cuda(x):
 def shape_of(name, x, ndim=None):
     """The shape of an argument, as a tuple; of `ndim` dimensions if that is given."""
     try:
-        with reading(name), undispatched(x):
+        with undispatched(x):
             shape, _ = tuple(map(index, x.shape)), x.dtype
     except (AttributeError, TypeError):
         raise refusal(TypeError, f"{name}: expected an array that supports DLPack, got {type(x).__name__}.") from None
     except CONVERSION as error:  # tvm-ffi's, of complex numbers
         raise refusal(ValueError, f"{name}: expected {not_handed_over(x, error)}") from error
+    except Exception as error:
+        noted(error, name)
+        raise
     if ndim is not None and len(shape) != ndim:
         raise refusal(ValueError, f"{name}: expected {ndim} dimensions, got shape {shape}.")
     return shape

@@ -3,7 +3,7 @@
 import sys
 from operator import index
 
-from ._arguments import CONVERSION, kind_of, reading, refusal, shown
+from ._arguments import CONVERSION, kind_of, noted, refusal, shown
 from ._arrays import undispatched
 
 _current_of = {}  # a torch class -> index of a GPU -> its current stream
@@ -27,7 +27,7 @@ def stream_handle(stream, like):
         if torch is not None and isinstance(like, getattr(torch, "Tensor", ())):
             with undispatched(like):
                 current, device = _of_torch(torch), like.get_device()
-            if type(like).__module__.partition(".")[0] == "torch":  # not every class that a program derives, and drops again
+            if type(like).__module__.partition(".")[0] == "torch":  # not every class that a program derives
                 _current_of[type(like)] = current
             return current(device) if device >= 0 else 0
         cupy = sys.modules.get("cupy")
@@ -35,15 +35,17 @@ def stream_handle(stream, like):
             return cupy.cuda.get_current_stream().ptr
         return 0
     try:
-        with reading("stream"):
-            protocol = getattr(stream, "__cuda_stream__", None)
-            if protocol is not None:
-                handle = (protocol() if callable(protocol) else protocol)[1]
-            else:
-                handle = stream if hasattr(stream, "__index__") else getattr(stream, "cuda_stream", getattr(stream, "ptr", None))
-            handle = int(index(handle))
+        protocol = getattr(stream, "__cuda_stream__", None)
+        if protocol is not None:
+            handle = (protocol() if callable(protocol) else protocol)[1]
+        else:
+            handle = stream if hasattr(stream, "__index__") else getattr(stream, "cuda_stream", getattr(stream, "ptr", None))
+        handle = int(index(handle))
     except (*CONVERSION, LookupError):  # what an object of another kind says
         raise refusal(TypeError, f"stream: expected an int or a CUDA stream object, got {kind_of(stream)}.") from None
+    except Exception as error:
+        noted(error, "stream")
+        raise
     if not 0 <= handle < 2**63:
         raise refusal(ValueError, f"stream: expected a handle of 64 bits, got {shown(handle)}.")
     return handle
