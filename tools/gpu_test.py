@@ -138,7 +138,7 @@ def pack(folder, wheel):
     folder.mkdir(parents=True, exist_ok=True)
     ours = [BUILD / "specstate", BUILD / "source_digests.json", *sorted((BUILD / "gpu-tests").glob("*"))]
     ours += [ROOT / "tools" / n for n in ("gpu_test.py", "gpu_soak.py", "lossless_matrix.py", "run_tests.py", "source_digest.py")] + [p for d in ("gpu", "oracles") for p in sorted((ROOT / "tests" / d).glob("*.py"))]
-    ours += [p for p in sorted((ROOT / "tests" / "python").glob("*.py")) if not p.name.startswith(("test_", "conftest")) or p.name.startswith(("test_kda", "test_torch"))]
+    ours += [p for p in sorted((ROOT / "tests" / "python").glob("*.py")) if not p.name.startswith(("test_", "conftest")) or p.name.startswith(("test_kda", "test_torch", "test_draft_kv_helper"))]
     ours += sorted((ROOT / "tests" / "gpu" / "of_sglang").glob("*.py")) + sorted((ROOT / "bench" / "peers").glob("*.py")) + [ROOT / "tools" / "gpu_bench.py"] + sorted((ROOT / "examples").glob("*.py"))
     ours += [p for p in sorted((ROOT / "python" / "specstate").rglob("*")) if p.is_file() and "__pycache__" not in p.parts and "lib" not in p.parts]
     ours += [p for p in sorted((ROOT / "models").rglob("*")) if p.suffix in (".json", ".safetensors", ".txt") and p.parent.name != "golden"]
