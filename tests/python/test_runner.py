@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import sys
+import time
 
 import pytest
 
