@@ -99,8 +99,8 @@ struct Head {
 };
 
 struct Now {
-  u32 call;                // native: its number; sglang's: its epoch
-  u32 epoch_mask, origin;  // sglang's
+  u32 call;                            // native: its number; sglang's: its epoch
+  u32 epoch_mask, origin, generation;  // sglang's
   bool restart;            // native
 };
 
@@ -146,9 +146,15 @@ struct Swap {
   __device__ __forceinline__ u32 occurrences() const { return static_cast<u32>(x.steps * x.top_k); }
   __device__ __forceinline__ u32 hot() const { return static_cast<u32>(x.hot); }
   __device__ __forceinline__ u32 columns() const { return static_cast<u32>(x.hot + x.tail); }
-  /// Number of the i-th occurrence that is mine (they are dealt 128 at a time); those below occurrences() come first.
-  __device__ __forceinline__ u32 occurrence(u32 i) const { return ((i >> 7) * plan.cluster + rank) << 7 | (i & 127u); }
-  __device__ __forceinline__ u32 index(u32 occurrence) const { return plan.by_cluster(occurrence >> 7) << 7 | (occurrence & 127u); }
+  // The occurrences are dealt to the CTAs eight at a time (a sector of the selection), a round to each CTA in turn; whose turn is first differs
+  // from round to round. What misses often lies together, and in the same place of each step: dealt in large pieces, two SMs had all rows.
+  __device__ __forceinline__ u32 first_turn(u32 round) const { return __umulhi(round * 2654435769u, plan.cluster); }
+  /// Number of the i-th occurrence that is mine; those below occurrences() come first.
+  __device__ __forceinline__ u32 occurrence(u32 i) const {
+    const u32 round = i >> 3, turn = rank - first_turn(round);
+    return (round * plan.cluster + min(turn, turn + plan.cluster)) << 3 | (i & 7u);
+  }
+  __device__ __forceinline__ u32 index(u32 occurrence) const { return plan.by_cluster(occurrence >> 3) << 3 | (occurrence & 7u); }
   /// The q-th of a thread's occurrences of a round, as such an i.
   static constexpr bool kQuads = kOrdinary && kDeep == 4;  // four in a row: one load, one store
   __device__ __forceinline__ static u32 turn(u32 round, u32 q) {
@@ -168,6 +174,10 @@ struct Swap {
   __device__ __forceinline__ std::int32_t slot_loc(u32 c) const {
     if constexpr (kOrdinary) return at<std::int32_t>(plan.locs)[c];
     return x.slot_locs(r, c);
+  }
+  /// sglang's.
+  __device__ __forceinline__ std::int32_t& counter(layout::Counter bank) const {
+    return x.scratch_state(0, layout::counter_column(bank, x.counter_requests, r));
   }
   __device__ __forceinline__ static void set_bit(u32* set, u32 bit) { atomicOr(set + (bit >> 5), 1u << (bit & 31u)); }
   __device__ __forceinline__ static bool has_bit(const u32* set, u32 bit) { return set[bit >> 5] >> (bit & 31u) & 1u; }
@@ -316,15 +326,16 @@ struct Swap {
     }
   }
 
-  /// The first of a thread's columns of the tail.
+  /// The first of a thread's columns of the tail, and of its rows of the scratch.
   struct Tail {
-    std::int32_t token, loc;
+    std::int32_t token, loc, scratch;
   };
   __device__ __forceinline__ Tail ask_tail() const {
-    const u32 c = hot() + threadIdx.x;
+    const u32 c = hot() + threadIdx.x, spare = rank * kResolvers + threadIdx.x;
     const bool some = plan.tail_mask != 0 && c < columns();
     const auto* const none = reinterpret_cast<const std::int32_t*>(&no_tokens);
-    return {*(some ? &x.slot_tokens(r, c) : none), *(some ? &x.slot_locs(r, c) : none)};
+    return {*(some ? &x.slot_tokens(r, c) : none), *(some ? &x.slot_locs(r, c) : none),
+            *(threadIdx.x < kResolvers && spare < x.scratch ? &x.scratch_locs(r, spare) : none)};
   }
   __device__ __forceinline__ void map_tail(const Tail& first) const {
     if (plan.tail_mask == 0) return;
@@ -356,12 +367,12 @@ struct Swap {
     }
   }
   /// A row outside the pool, in my share of the table or of the scratch.
-  __device__ __forceinline__ bool bad_tables() const {
-    bool bad = false;
+  __device__ __forceinline__ bool bad_tables(std::int32_t scratch) const {
+    bool bad = scratch >= copy.device_rows;
 #pragma unroll 1
     for (u32 c = rank * kResolvers + threadIdx.x; c < columns(); c += plan.cluster * kResolvers) bad |= slot_loc(c) >= copy.device_rows;
 #pragma unroll 1
-    for (u32 c = rank * kResolvers + threadIdx.x; c < x.scratch; c += plan.cluster * kResolvers)
+    for (u32 c = (plan.cluster + rank) * kResolvers + threadIdx.x; c < x.scratch; c += plan.cluster * kResolvers)
       bad |= x.scratch_locs(r, c) >= copy.device_rows;
     return bad;
   }
@@ -528,7 +539,7 @@ struct Swap {
       if (more) look(asked, l);
     }
     ptx::barrier_arrive(&s().resolved);
-    return bad | bad_tables();
+    return bad | bad_tables(tail.scratch);
   }
 
   /// sglang's state: a token that its index has lost may still sit in a slot. Every slot asks whether this CTA misses its token; the smallest
@@ -613,10 +624,8 @@ struct Swap {
       words(plan.hits)[w] = all;
     }
     if constexpr (!kNative<Args>)
-      if (rank == 0 && threadIdx.x == 0) {  // before the index can be found full
-        auto& generation = x.scratch_state(0, layout::counter_column(layout::Counter::kGeneration, x.counter_requests, r));
-        generation = static_cast<std::int32_t>(layout::next_generation(static_cast<u32>(generation)));
-      }
+      if (rank == 0 && threadIdx.x == 0)  // before the index can be found full
+        counter(layout::Counter::kGeneration) = static_cast<std::int32_t>(now.generation);
     if (count == 0) {
       policy_barrier();
       stamp_hits(false);
@@ -660,10 +669,12 @@ struct Swap {
     for (u32 base = 0; base < plan.words; base += kPolicyThreads) {
       const u32 w = base + threadIdx.x;
       u32 word = 0;
-      if (w < plan.words) {
-        const u32 at = plan.by_cluster(w / 4);
-        word = words(plan.firsts)[(w / 4 - at * plan.cluster) * (plan.slice / 32) + 4 * at + w % 4];
-      }
+      if (w < plan.words)
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i) {
+          const u32 round = plan.by_cluster(4 * w + i), cta = 4 * w + i - round * plan.cluster + first_turn(round);
+          word |= u32{at<std::uint8_t>(plan.firsts)[min(cta, cta - plan.cluster) * (plan.slice / 8) + round]} << 8 * i;
+        }
       u32 total;
       const u32 before = all + sum_before(__popc(word), total, kPolicyWarps);
       all += total;
@@ -943,7 +954,6 @@ struct Swap {
   /// sglang's index and slots: what is loaded comes, what was evicted goes. A slot has its token before the index can name it: the exchange
   /// has come back by then. So an entry that its slot does not confirm is free, whatever other CTAs are at.
   __device__ __forceinline__ void index_loaded(u32 victims) const {
-    auto& generation = x.scratch_state(0, layout::counter_column(layout::Counter::kGeneration, x.counter_requests, r));
 #pragma unroll 1
     for (u32 e = threadIdx.x; e < moves(); e += kPolicyThreads) {
       const u32 first = served()[e];
@@ -952,7 +962,7 @@ struct Swap {
       if (u >= victims) continue;
       const u32 slot = victim(u);
       const auto t = static_cast<std::int32_t>(token()[e]), old = atomicExch(&x.slot_tokens(r, slot), t);
-      if (old != t && !index_insert(slot, t)) atomicOr(reinterpret_cast<u32*>(&generation), layout::kDegraded);
+      if (old != t && !index_insert(slot, t)) atomicOr(reinterpret_cast<u32*>(&counter(layout::Counter::kGeneration)), layout::kDegraded);
       if (old >= 0 && old != t) index_erase(slot, old);
     }
   }
@@ -986,9 +996,6 @@ struct Swap {
       if (x.unique_hits) x.unique_hits(b) = static_cast<std::int32_t>(found);
     } else {
       x.policy(0, r) = static_cast<std::int32_t>(layout::PolicyWord(x.hot).pack((now.origin + victims) % hot(), now.call));
-      const auto counter = [&](layout::Counter bank) -> std::int32_t& {
-        return x.scratch_state(0, layout::counter_column(bank, x.counter_requests, r));
-      };
       counter(layout::Counter::kPublishedMisses) = static_cast<std::int32_t>(misses);
       counter(layout::Counter::kRunningMisses) = 0;
       counter(layout::Counter::kRunningHits) = 0;
@@ -997,14 +1004,18 @@ struct Swap {
 
   // ------------------------------------------------------------------------------------------------------------- a row
 
-  __device__ __forceinline__ std::int32_t ask_clock() const {
+  struct Clock {
+    std::int32_t clock, generation;
+  };
+  __device__ __forceinline__ Clock ask_clock() const {
     if constexpr (kNative<Args>)
-      return x.clock(r);
+      return {x.clock(r), 0};
     else
-      return x.policy(0, r);
+      return {x.policy(0, r), counter(layout::Counter::kGeneration)};
   }
   /// False: it is none.
-  __device__ __forceinline__ bool read_clock(std::int32_t clock) {
+  __device__ __forceinline__ bool read_clock(const Clock& asked) {
+    const std::int32_t clock = asked.clock;
     if constexpr (kNative<Args>) {
       now.restart = clock == layout::kMaxClock;
       now.call = now.restart ? 1u : static_cast<u32>(clock) + 1;
@@ -1016,6 +1027,7 @@ struct Swap {
       now.call = word.next_epoch(control);
       now.epoch_mask = word.epoch_mask();
       now.origin = word.cursor(control) % hot();
+      now.generation = layout::next_generation(static_cast<u32>(asked.generation));
       return true;
     }
   }
@@ -1165,7 +1177,7 @@ struct Swap {
     look(begin.asked, l);
     const Tail tail = ask_tail();
     if (plan.next_early) ptx::let_next_start();
-    const std::int32_t clock = ask_clock();
+    const Clock clock = ask_clock();
     cluster_wait();  // all parts of the table of claims are empty
     bool busy;
     if (threadIdx.x >= kResolvers) {  // these meet nobody before the end: their rows may be on their way for long
