@@ -28,6 +28,7 @@ struct Case {
   i64 requests = 1, steps = 4, top_k = 2048, hot = 4096, bytes = 576, misses = 782, context = 65536;
   bool identity = true;   // slot t holds token t, the state after a prefill
   bool one_host = false;  // all requests share their host rows, as in sglang's benchmark
+  bool ordered = false;   // each step: first what is resident, then what misses, as in sglang's benchmark; otherwise in random order
   i64 pairs = 1;          // 2: K and V
   bool paged = false;     // DSv4 pages; a row has 584 bytes then
   i64 sm_budget = 0;
@@ -102,9 +103,9 @@ struct World {
       for (i64 s = 0; s < S; ++s) {
         std::vector<i32> row;
         const i64 mine = s + 1 < S ? fresh : c.misses - fresh * (S - 1);
+        for (i64 i = 0; i < K - mine; ++i) row.push_back(resident[at((i + 137 * s) % c.hot)]);
         for (i64 i = 0; i < mine; ++i) row.push_back(others[at(skip + s * fresh + i)]);
-        for (i64 i = 0; static_cast<i64>(row.size()) < K; ++i) row.push_back(resident[at((i + 137 * s) % c.hot)]);
-        std::shuffle(row.begin(), row.end(), random);
+        if (!c.ordered) std::shuffle(row.begin(), row.end(), random);
         t.insert(t.end(), row.begin(), row.end());
       }
     }
@@ -132,6 +133,7 @@ struct World {
     if (c.context != Case{}.context) k["context"] = std::to_string(c.context);
     if (!c.identity) k["residency"] = "shuffled";
     if (c.one_host) k["host_rows"] = "shared";
+    if (c.ordered) k["order"] = "misses_last";
     if (c.pairs == 2) k["pairs"] = "2";
     if (c.paged) k["layout"] = "dsv4";
     if (c.sm_budget) k["sm_budget"] = std::to_string(c.sm_budget);
@@ -409,6 +411,11 @@ void run(Report& report) {
   for (const i64 requests : {1, 8, 16, 64}) {
     Case c{requests};
     c.misses = 0;
+    swaps(report, gpu, c);
+  }
+  for (const i64 requests : {1, 8}) {
+    Case c{requests};
+    c.ordered = true;
     swaps(report, gpu, c);
   }
   // One axis at a time around 8 requests.

@@ -3,7 +3,7 @@
 // What the time goes into, and hence the shape. A row of the host is two microseconds away and the link brings a hundred rows in one more, so
 // the link must be asked as early as can be, and for each missing token once; where a row goes can be settled while it travels. A warp's
 // scattered access costs a cycle a lane wherever it goes, so each CTA has the request's slot tables in its own shared memory (bulk copies:
-// no instructions). The occurrences are dealt to the CTAs 128 at a time:
+// no instructions). The occurrences are dealt to the CTAs eight at a time:
 //
 //   tokens, lengths, request -> hints, and the slot tables into shared memory -> resident: answered. Else the host row, and the token is
 //   claimed in a hash table that lies over the shared memory of the cluster; there the smallest occurrence of each token stays. Who was
@@ -543,37 +543,44 @@ struct Swap {
   }
 
   /// sglang's state: a token that its index has lost may still sit in a slot. Every slot asks whether this CTA misses its token; the smallest
-  /// one wins. By the thinking warps; a set of hashes leaves out nearly all slots.
+  /// one wins. By all who resolve; a set of hashes leaves out nearly all slots.
   __device__ __forceinline__ void ask_slots() const {
     const u32 moves_ = moves(), all = moves_ + again();
     if (all == 0) return;
 #pragma unroll 1
-    for (u32 base = threadIdx.x & ~31u; base < hot(); base += kBatch * kPolicyThreads) {
-      std::int32_t t[kBatch];
+    for (u32 base = 4 * (threadIdx.x & ~31u); base < hot(); base += 4 * kResolvers) {
+      const u32 c = base + 4 * lane_id();
+      std::int32_t t[4];
+      u32 maybe = 0;
 #pragma unroll
-      for (u32 q = 0; q < kBatch; ++q) t[q] = slot_token(min(base + q * kPolicyThreads + lane_id(), hot() - 1));
+      for (u32 q = 0; q < 4; ++q) t[q] = slot_token(min(c + q, hot() - 1));
 #pragma unroll
-      for (u32 q = 0; q < kBatch; ++q) {
-        const u32 c = base + q * kPolicyThreads + lane_id();
-        u32 maybe = __ballot_sync(kFull, (c < hot()) & (t[q] >= 0) & (static_cast<u32>(t[q]) != c) &
-                                             has_bit(words(plan.filter), filter_bit(static_cast<u32>(t[q]))));
+      for (u32 q = 0; q < 4; ++q)
+        if (c + q < hot() && t[q] >= 0 && static_cast<u32>(t[q]) != c + q && has_bit(words(plan.filter), filter_bit(static_cast<u32>(t[q]))))
+          maybe |= 1u << q;
 #pragma unroll 1
-        for (; maybe != 0; maybe &= maybe - 1) {
-          const u32 lane = __ffs(maybe) - 1, wanted = static_cast<u32>(__shfl_sync(kFull, t[q], lane));
+      for (u32 lanes = __ballot_sync(kFull, maybe != 0); lanes != 0; lanes &= lanes - 1) {
+        const u32 lane = __ffs(lanes) - 1, which = __shfl_sync(kFull, maybe, lane);
+#pragma unroll
+        for (u32 q = 0; q < 4; ++q) {
+          const u32 wanted = static_cast<u32>(__shfl_sync(kFull, t[q], lane));
+          if ((which >> q & 1u) == 0) continue;
 #pragma unroll 1
           for (u32 j = lane_id(); j < all; j += 32) {
             const u32 e = j < moves_ ? j : back(j - moves_);
-            if (token()[e] == wanted) atomicMax(served() + e, kInSlot + kLastSlot - (base + q * kPolicyThreads + lane));
+            if (token()[e] == wanted) atomicMax(served() + e, kInSlot + kLastSlot - (base + 4 * lane + q));
           }
         }
       }
     }
-    policy_barrier();
+    resolvers_barrier();
+    if (threadIdx.x >= kPolicyThreads) return;
 #pragma unroll 1
     for (u32 j = threadIdx.x; j < all; j += kPolicyThreads) {
       const u32 v = served()[j < moves_ ? j : back(j - moves_)];
       if (v >= kInSlot) set_bit(seen(rank), kInSlot + kLastSlot - v);
     }
+    ptx::fence_async();
   }
 
   // ------------------------------------------------------------------------------------------- what the CTAs tell each other
@@ -883,20 +890,22 @@ struct Swap {
   __device__ __forceinline__ unsigned long long* index_at(int bank, u32 token) const {
     return reinterpret_cast<unsigned long long*>(&x.index(r, bank, layout::bank_place(bank, token, x.hash_size)));
   }
-  __device__ __forceinline__ void index_erase(u32 slot, std::int32_t token) const {
-    const auto e = static_cast<unsigned long long>(layout::index_entry(slot, static_cast<u32>(token)));
-#pragma unroll 1
-    for (int bank = 0; bank < 2; ++bank)
-      if (atomicCAS(index_at(bank, static_cast<u32>(token)), e, static_cast<unsigned long long>(layout::kIndexDeleted)) == e) return;
+  __device__ __forceinline__ i64 index_look(int bank, u32 token) const {
+    return static_cast<i64>(*reinterpret_cast<volatile unsigned long long*>(index_at(bank, token)));
   }
-  __device__ __forceinline__ bool index_insert(u32 slot, std::int32_t token) const {
+  __device__ __forceinline__ bool index_erase(int bank, u32 slot, std::int32_t token) const {
+    const auto e = static_cast<unsigned long long>(layout::index_entry(slot, static_cast<u32>(token)));
+    return atomicCAS(index_at(bank, static_cast<u32>(token)), e, static_cast<unsigned long long>(layout::kIndexDeleted)) == e;
+  }
+  /// `there`: what the first bank has in its place.
+  __device__ __forceinline__ bool index_insert(u32 slot, std::int32_t token, i64 there) const {
     i64 e = layout::index_entry(slot, static_cast<u32>(token));
 #pragma unroll 1
     for (int bank = 0; bank < 2; ++bank) {
-      unsigned long long* const place = index_at(bank, layout::entry_token(e));
-      for (i64 there = static_cast<i64>(*reinterpret_cast<volatile unsigned long long*>(place));
-           !live(there) || layout::entry_token(there) == layout::entry_token(e);) {
-        const auto old = static_cast<i64>(atomicCAS(place, static_cast<unsigned long long>(there), static_cast<unsigned long long>(e)));
+      if (bank == 1) there = index_look(1, layout::entry_token(e));
+      while (!live(there) || layout::entry_token(there) == layout::entry_token(e)) {
+        const auto old = static_cast<i64>(
+            atomicCAS(index_at(bank, layout::entry_token(e)), static_cast<unsigned long long>(there), static_cast<unsigned long long>(e)));
         if (old == there) return true;
         there = old;
       }
@@ -951,19 +960,24 @@ struct Swap {
       answer(number()[e], u < victims ? slot_loc(victim(u)) : u - victims < spare ? spare_row(u - victims) : -1);
     }
   }
-  /// sglang's index and slots: what is loaded comes, what was evicted goes. A slot has its token before the index can name it: the exchange
-  /// has come back by then. So an entry that its slot does not confirm is free, whatever other CTAs are at.
-  __device__ __forceinline__ void index_loaded(u32 victims) const {
+  /// sglang's index and slots, by the warps that resolve and do not think: what is loaded comes, what was evicted goes. A slot has its token
+  /// before the index can name it: the exchange has come back by then. So an entry that its slot does not confirm is free, whatever other
+  /// CTAs are at. The first of what is done for a token comes back together: each is a way through the queue of rows.
+  __device__ __forceinline__ void index_loaded() const {
+    const u32 victims = words(plan.victims_before)[plan.hot_words];
 #pragma unroll 1
-    for (u32 e = threadIdx.x; e < moves(); e += kPolicyThreads) {
+    for (u32 e = threadIdx.x - kPolicyThreads; e < moves(); e += kResolvers - kPolicyThreads) {
       const u32 first = served()[e];
       if (first == kAnswered) continue;
       const u32 u = number_of(first);
       if (u >= victims) continue;
       const u32 slot = victim(u);
-      const auto t = static_cast<std::int32_t>(token()[e]), old = atomicExch(&x.slot_tokens(r, slot), t);
-      if (old != t && !index_insert(slot, t)) atomicOr(reinterpret_cast<u32*>(&counter(layout::Counter::kGeneration)), layout::kDegraded);
-      if (old >= 0 && old != t) index_erase(slot, old);
+      const auto t = static_cast<std::int32_t>(token()[e]), old = slot_token(slot);
+      const std::int32_t before = atomicExch(&x.slot_tokens(r, slot), t);
+      const i64 there = index_look(0, static_cast<u32>(t));
+      if (old >= 0 && !index_erase(0, slot, old)) index_erase(1, slot, old);
+      if (before != t && !index_insert(slot, t, there))  // (it differs; asked so that it is here)
+        atomicOr(reinterpret_cast<u32*>(&counter(layout::Counter::kGeneration)), layout::kDegraded);
     }
   }
 
@@ -1046,7 +1060,6 @@ struct Swap {
     answer_again(victims, spare);
     stamp_hits(true);
     if (rank == 0 && threadIdx.x / 32 == kPolicyWarps - 1) finish(misses, victims, spare);
-    if constexpr (!kNative<Args>) index_loaded(victims);
   }
 
   // The rows that fit into the stash are asked for before anybody knows where they go. A warp takes a few of them at once and notes them
@@ -1191,14 +1204,13 @@ struct Swap {
       if (bad) atomicOr(&s().bad, 1u);
       ptx::fence_async();
       resolvers_barrier();
+      if constexpr (!kNative<Args>) ask_slots();
       if (threadIdx.x >= kPolicyThreads) {
         ptx::barrier_wait(&s().placed, phase);
         busy = s().busy != 0;
+        if constexpr (!kNative<Args>)
+          if (busy) index_loaded();
       } else {
-        if constexpr (!kNative<Args>) {
-          ask_slots();
-          ptx::fence_async();
-        }
         if (threadIdx.x == 0) {
           head(rank) = {moves() + again(), s().bad, {}};
           ptx::fence_async();
