@@ -95,9 +95,11 @@ struct Wide {
 __device__ __forceinline__ Wide ask_wide(const u32* p, int bytes) {
   Wide w;
   // (Without the moves both registers would live on from one round of a loop to the next, and be spilled.)
-  asm volatile("{\n.reg .pred wide;\nsetp.eq.s32 wide, %3, 8;\nmov.u32 %0, 0;\nmov.u32 %1, 0;\n@wide ld.global.v2.u32 {%0, %1}, [%2];\n@!wide ld.global.u32 %0, [%2];\n}\n"
-               : "=&r"(w.low), "=&r"(w.high)
-               : "l"(p), "r"(bytes));
+  asm volatile(
+      "{\n.reg .pred wide;\nsetp.eq.s32 wide, %3, 8;\nmov.u32 %0, 0;\nmov.u32 %1, 0;\n@wide ld.global.v2.u32 {%0, %1}, [%2];\n@!wide "
+      "ld.global.u32 %0, [%2];\n}\n"
+      : "=&r"(w.low), "=&r"(w.high)
+      : "l"(p), "r"(bytes));
   return w;
 }
 

@@ -101,7 +101,7 @@ struct Head {
 struct Now {
   u32 call;                            // native: its number; sglang's: its epoch
   u32 epoch_mask, origin, generation;  // sglang's
-  bool restart;            // native
+  bool restart;                        // native
 };
 
 /// What a thread reads that has no tokens to read: a load without a predicate.
@@ -556,7 +556,8 @@ struct Swap {
       for (u32 q = 0; q < 4; ++q) t[q] = slot_token(min(c + q, hot() - 1));
 #pragma unroll
       for (u32 q = 0; q < 4; ++q)
-        if (c + q < hot() && t[q] >= 0 && static_cast<u32>(t[q]) != c + q && has_bit(words(plan.filter), filter_bit(static_cast<u32>(t[q]))))
+        if (c + q < hot() && t[q] >= 0 && static_cast<u32>(t[q]) != c + q &&
+            has_bit(words(plan.filter), filter_bit(static_cast<u32>(t[q]))))
           maybe |= 1u << q;
 #pragma unroll 1
       for (u32 lanes = __ballot_sync(kFull, maybe != 0); lanes != 0; lanes &= lanes - 1) {
