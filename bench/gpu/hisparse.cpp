@@ -426,7 +426,7 @@ void run(Report& report) {
   };
   for (const i64 misses : {8, 200, 1800}) vary([&](Case& c) { c.misses = misses; });
   vary([&](Case& c) { c.steps = 2, c.misses = 4096; });  // all missing
-  for (const i64 steps : {1, 2, 3, 5, 6, 8}) vary([&](Case& c) { c.steps = steps; });
+  for (const i64 steps : {1, 2, 3, 5, 6, 7, 8}) vary([&](Case& c) { c.steps = steps; });
   vary([&](Case& c) { c.identity = false; });
   vary([&](Case& c) { c.one_host = true; });
   for (const i64 hot : {6144, 8192, 16384}) vary([&](Case& c) { c.hot = hot; });

@@ -1,4 +1,5 @@
-"""HiSparse beside sglang's own kernels: the speculative swap, the single-step swap, the replay of followers.
+"""HiSparse beside sglang's own kernels: the speculative swap, alone, of four layers and with three followers, the single-step swap, once and for all
+four steps, the replay of followers.
 
 The layout of sglang's speculative benchmark (4 steps of 2048 positions over 4096 hot slots, 782 distinct misses), but each request has
 host rows of its own. Both start from the same state before every call (restored by copies whose time is taken away).
@@ -56,12 +57,23 @@ class World:
         self.scratch_state0[0] = 0
         self.scratch_state = self.scratch_state0.clone()
         self.scratch0, self.slot_locs0 = self.scratch.clone(), self.slot_locs.clone()
+        self.lru0 = torch.arange(HOT, dtype=torch.int16, device="cuda").repeat(B, 1)
+        self.lru = self.lru0.clone()
 
     def spec(self, state_type):
         state = state_type(self.index, self.policy, self.scratch, self.scratch_state)
         return dict(top_k_tokens=self.top_k, device_buffer_tokens=self.tokens, host_cache_locs=self.host_locs, device_buffer_locs=self.slot_locs,
                     host_cache=self.host, device_buffer=self.device, top_k_device_locs=self.out, req_pool_indices=self.ids, seq_lens=self.lens,
                     state=state, num_real_reqs=self.real, **self.plan)  # fmt: skip
+
+    def single(self, step, out):
+        """One step by the single-step swap."""
+        return dict(top_k_tokens=self.top_k[:, step].contiguous(), device_buffer_tokens=self.tokens, host_cache_locs=self.host_locs, device_buffer_locs=self.slot_locs0,
+                    host_cache=self.host, device_buffer=self.device, top_k_device_locs=out, req_pool_indices=self.ids, seq_lens=self.lens[: len(self.ids)], lru_slots=self.lru,
+                    item_size_bytes=self.item, num_top_k=TOP_K, hot_buffer_size=HOT, page_size=PAGE, block_size=1024, num_real_reqs=self.real)  # fmt: skip
+
+    def restore_single(self, _):
+        self.tokens.copy_(self.tokens0), self.lru.copy_(self.lru0)
 
     def restore(self, _):
         self.tokens.copy_(self.tokens0), self.index.copy_(self.index0), self.policy.zero_()
@@ -86,26 +98,41 @@ def measure(timer, report, options):
             raise RuntimeError(f"{name}: the timed calls did not miss as they should")
         if misses:
             replay = dict(w.plan, num_real_reqs=w.real, host_cache=w.host, device_buffer=w.device, item_size_bytes=item)
-            times = timer.cold_us(working({"ours": lambda _: [ours.copy_cache_planned_mla(**replay, num_blocks=8) for _ in range(3)],
-                                   SGLANG: lambda _: [theirs.copy_cache_planned_mla(**replay, num_blocks=8) for _ in range(3)]}, "replay"))  # fmt: skip
-            report(case("hisparse", "follower_replay", bytes=item, followers=3, hot=HOT, misses=unique, requests=requests, steps=4, top_k=TOP_K), times)
+            keys = dict(bytes=item, hot=HOT, misses=unique, requests=requests, steps=4, top_k=TOP_K)
+            follow = {"ours": lambda _: [ours.copy_cache_planned_mla(**replay, num_blocks=8) for _ in range(3)],
+                      SGLANG: lambda _: [theirs.copy_cache_planned_mla(**replay, num_blocks=8) for _ in range(3)]}  # fmt: skip
+            follow = working(follow, "replay")
+            report(case("hisparse", "follower_replay", followers=3, **keys), timer.cold_us(follow))
+            if item == 576:
+                report(case("hisparse", "swap_and_followers", followers=3, **keys), timer.cold_us({who: both(calls[who], follow[who]) for who in calls if who in follow}, w.restore))
+                report(case("hisparse", "swap", **keys), timer.cold_us(working({SGLANG + ", four single steps": single_steps(w, theirs)}, "single steps"), w.restore_single))
     for requests, misses in [(1, 410)] if timer.quick else [(1, 410), (1, 2), (10, 410), (100, 2), (100, 410)]:
         item = 512
         name = case("hisparse", "single_swap", bytes=item, hot=HOT, misses=misses, requests=requests, steps=1, top_k=TOP_K)
         if options.only not in name:
             continue
         w = World(requests, 1, item, misses)
-        lru = torch.arange(HOT, dtype=torch.int16, device="cuda").repeat(requests, 1)
-        lru0 = lru.clone()
-        call = dict(top_k_tokens=w.top_k[:, 0].contiguous(), device_buffer_tokens=w.tokens, host_cache_locs=w.host_locs, device_buffer_locs=w.slot_locs, host_cache=w.host,
-                    device_buffer=w.device, top_k_device_locs=w.out[:, 0].contiguous(), req_pool_indices=w.ids, seq_lens=w.lens, lru_slots=lru, item_size_bytes=item,
-                    num_top_k=TOP_K, hot_buffer_size=HOT, page_size=PAGE, block_size=1024, num_real_reqs=w.real, **w.plan)  # fmt: skip
-
-        def restore(_, w=w, lru=lru, lru0=lru0):
-            w.tokens.copy_(w.tokens0), lru.copy_(lru0)
-
+        call = w.single(0, w.out[:, 0].contiguous()) | w.plan
         calls = {"ours": lambda _: ours.load_cache_to_device_buffer_mla(**call), SGLANG: lambda _: theirs.load_cache_to_device_buffer_mla(**call)}
-        report(name, timer.cold_us(working(calls, name), restore))
+        report(name, timer.cold_us(working(calls, name), w.restore_single))
+
+
+def both(first, then):
+    return lambda repeat: (first(repeat), then(repeat))
+
+
+def single_steps(w, ops):
+    """The steps of a verify by one call of the single-step swap each, as engines do without the speculative one."""
+    out = torch.empty_like(w.out[:, 0].contiguous())
+    steps = [w.single(step, out) for step in range(w.top_k.shape[1])]
+
+    def call(_):
+        for step in steps:
+            ops.load_cache_to_device_buffer_mla(**step)
+
+    w.restore_single(0), call(0)
+    check(w, w.top_k[:, -1:], out.unsqueeze(1))
+    return call
 
 
 def checked(w, unique, call):
@@ -117,18 +144,19 @@ def checked(w, unique, call):
         torch.cuda.synchronize()
         if w.plan["miss_count"].tolist() != [unique] * w.top_k.shape[0]:
             raise RuntimeError(f"expected {unique} misses a request, got {w.plan['miss_count'].tolist()}")
-        check(w)
+        check(w, w.top_k, w.out)
 
     return run
 
 
-def check(w):
-    missed = w.top_k >= HOT
+def check(w, tokens, out):
+    """The bytes of every position that missed are the host's."""
+    missed = tokens >= HOT
     if not missed.any():
         return
-    b = torch.arange(w.top_k.shape[0], device="cuda").view(-1, 1, 1).expand_as(w.top_k)[missed]
-    want = w.host[w.host_locs[b, w.top_k[missed].long()].cpu()]
-    got = w.device[w.out[missed].long()].cpu()
+    b = torch.arange(tokens.shape[0], device="cuda").view(-1, 1, 1).expand_as(tokens)[missed]
+    want = w.host[w.host_locs[b, tokens[missed].long()].cpu()]
+    got = w.device[out[missed].long()].cpu()
     if not torch.equal(want, got):
         raise RuntimeError("hisparse: bytes differ from the host's")
 
