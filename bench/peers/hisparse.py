@@ -124,7 +124,7 @@ def both(first, then):
 def single_steps(w, ops):
     """The steps of a verify by one call of the single-step swap each, as engines do without the speculative one."""
     out = torch.empty_like(w.out[:, 0].contiguous())
-    steps = [w.single(step, out) for step in range(w.top_k.shape[1])]
+    steps = [w.single(step, out) | w.plan for step in range(w.top_k.shape[1])]
 
     def call(_):
         for step in steps:
