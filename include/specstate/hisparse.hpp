@@ -73,8 +73,8 @@ struct SwapState {
 SPECSTATE_API std::int64_t swap_state_bytes(const SwapShape& shape);
 /// The views into such a block. Nothing is written.
 SPECSTATE_API SwapState swap_state_view(const SwapShape& shape, void* memory, Device device = {});
-/// Makes requests empty: no token resident, clock 0, hints cleared; slot_locs is left alone. `requests` [n] int32 or int64, or not
-/// given: all. The members of the state share no memory. Call it once for all before first use, and for a request whenever its slot gets a new occupant.
+/// Makes requests empty: no token resident, clock 0, hints cleared; slot_locs is left alone. `requests` [n] int32 or int64, n at most R,
+/// or not given: all. The members of the state share no memory. Call it once for all before first use, and for a request whenever its slot gets a new occupant.
 SPECSTATE_API void reset_swap_state(const SwapState& state, const TensorView& requests = {}, Stream stream = {});
 
 // ------------------------------------------------------------------------------------------------------- operations

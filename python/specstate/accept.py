@@ -8,7 +8,7 @@ An argument of the wrong kind raises TypeError, a wrong dtype, shape, device or 
 NotImplementedError; the text begins with the function and names the argument, and nothing is written then.
 """
 
-from ._arguments import kind_of, refusal
+from ._arguments import kind_of, refusal, renamed
 from ._arrays import array_in, array_out, empty_like, shape_of
 from ._library import at_once, function
 from ._stream import stream_handle
@@ -18,6 +18,9 @@ __all__ = ["plan_verify_lengths", "verify_greedy", "verify_rejection"]
 
 def __dir__():
     return sorted(__all__)
+
+
+_OUT = {"accept_lens": "out[0]", "out_tokens": "out[1]"}  # the library's names: this module's
 
 
 def _results(candidates, out):
@@ -43,23 +46,26 @@ def verify_greedy(candidates, target_argmax, *, verify_lens=None, out=None, stre
     bonus token, then zeros.
     """
     accept_lens, out_tokens = _results(candidates, out)
-    if at_once("accept_verify_greedy", (candidates, target_argmax, verify_lens, accept_lens, out_tokens, stream)):
-        return accept_lens, out_tokens
-    function("accept_verify_greedy")(
-        array_in("candidates", candidates),
-        array_in("target_argmax", target_argmax),
-        array_in("verify_lens", verify_lens),
-        array_out("accept_lens", accept_lens),
-        array_out("out_tokens", out_tokens),
-        stream_handle(stream, candidates),
-    )
+    try:
+        if at_once("accept_verify_greedy", (candidates, target_argmax, verify_lens, accept_lens, out_tokens, stream)):
+            return accept_lens, out_tokens
+        function("accept_verify_greedy")(
+            array_in("candidates", candidates),
+            array_in("target_argmax", target_argmax),
+            array_in("verify_lens", verify_lens),
+            array_out("out[0]", accept_lens),
+            array_out("out[1]", out_tokens),
+            stream_handle(stream, candidates),
+        )
+    except ValueError as error:
+        raise renamed(error, _OUT) from None
     return accept_lens, out_tokens
 
 
 def verify_rejection(candidates, draft_probs, target_probs, uniforms, *, verify_lens=None, out=None, stream=None):
     """Lossless rejection sampling of a chain (Leviathan et al. 2023; Chen et al. 2023).
 
-    candidates [b, W] int32 or int64, as in `verify_greedy`; ids outside [0, V) never stand.
+    candidates [b, W] int32 or int64: column 0 the last emitted token, columns 1.. the proposals; ids outside [0, V) never stand.
     draft_probs [b, W-1, V]: the distribution each proposal was drawn from; None: a point mass at the proposal.
     target_probs [b, W, V]: row j is the target's distribution after ``candidates[:, :j+1]``. Both float32, float64, bfloat16
     or float16, not necessarily normalised; NaN and negative numbers count as 0, an infinite sum is an error (on CUDA: not noticed).
@@ -69,21 +75,25 @@ def verify_rejection(candidates, draft_probs, target_probs, uniforms, *, verify_
 
     Proposal d stands iff ``u * q(d) < p(d)``; the first that falls is replaced by a draw from max(p - q, 0) (from p where that
     is zero); if all stand, one more token is drawn from the last row of p. Draws are by inverse CDF in id order, in float64.
-    Returns (accept_lens, out_tokens) as `verify_greedy`.
+    Returns (accept_lens, out_tokens): accept_lens counts the token that was drawn last (1..W); out_tokens holds the accepted proposals, that
+    token, then zeros.
     """
     accept_lens, out_tokens = _results(candidates, out)
-    if at_once("accept_verify_rejection", (candidates, draft_probs, target_probs, uniforms, verify_lens, accept_lens, out_tokens, stream)):
-        return accept_lens, out_tokens
-    function("accept_verify_rejection")(
-        array_in("candidates", candidates),
-        array_in("draft_probs", draft_probs),
-        array_in("target_probs", target_probs),
-        array_in("uniforms", uniforms),
-        array_in("verify_lens", verify_lens),
-        array_out("accept_lens", accept_lens),
-        array_out("out_tokens", out_tokens),
-        stream_handle(stream, candidates),
-    )
+    try:
+        if at_once("accept_verify_rejection", (candidates, draft_probs, target_probs, uniforms, verify_lens, accept_lens, out_tokens, stream)):
+            return accept_lens, out_tokens
+        function("accept_verify_rejection")(
+            array_in("candidates", candidates),
+            array_in("draft_probs", draft_probs),
+            array_in("target_probs", target_probs),
+            array_in("uniforms", uniforms),
+            array_in("verify_lens", verify_lens),
+            array_out("out[0]", accept_lens),
+            array_out("out[1]", out_tokens),
+            stream_handle(stream, candidates),
+        )
+    except ValueError as error:
+        raise renamed(error, _OUT) from None
     return accept_lens, out_tokens
 
 

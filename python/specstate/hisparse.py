@@ -137,8 +137,8 @@ def _state(state):
 
 
 def reset_swap_state(state, requests=None, *, stream=None):
-    """Makes request slots empty (all of them if `requests` [n] is None); for a new occupant of a slot. The state's members and
-    `requests` share no memory."""
+    """Makes request slots empty (all of them if `requests` [n] is None, n at most the number of slots); for a new occupant of a slot. The
+    state's members and `requests` share no memory."""
     arrays = _state(state)
     function("hisparse_reset_swap_state")(*arrays, array_in("requests", requests), stream_handle(stream, arrays[0]))
 

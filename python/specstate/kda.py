@@ -143,7 +143,17 @@ def decode(x_q, x_k, x_v, g, beta, A_log, dt_bias, state, slots, cu_seqlens=None
            stream=None):  # fmt: skip
     """Tokens that are certain, one or any number a request (a prefill), in place: state and cs_* are advanced.
 
-    Arguments as in `verify`. Returns out [T, HV, V].
+    x_q, x_k [T, H, K], x_v [T, HV, V] act: raw projections, or without w_* convolved and activated ones; g [T, HV, K] or [T, HV*K] (KDA) or
+        [T, HV] (GDN) and beta [T, HV]: logits; A_log [HV]; dt_bias [HV*K] or [HV, K] (KDA) or [HV] (GDN).
+    state [pool, HV, V, K] float32 or bfloat16, advanced; slots [N], <= null_slot is padding (its output is 0). cu_seqlens [N+1]: request r owns
+        tokens cu_seqlens[r] to cu_seqlens[r+1] - 1; None: T / N tokens each.
+    w_q, w_k, w_v [C, 4] float32 taps, newest last; cs_q, cs_k, cs_v [pool, C, 3] act: the inputs before the first token, advanced.
+    onorm_gate [T, HV, V], onorm_weight [V], onorm_eps: gated RMS norm of the output.
+    lower_bound: the safe gate lower_bound * sigmoid(exp(A_log) * (g + dt_bias)); None: -exp(A_log) * softplus(g + dt_bias), where
+        softplus(x) = log(1 + exp(softplus_beta * x)) / softplus_beta, and x where softplus_beta * x > softplus_threshold.
+    scale: of q, default K ** -0.5. l2norm: q and k are normalised. round_before_norm: the output is rounded to act before its norm too.
+
+    Returns out [T, HV, V] act.
     """
     out = _result(out, "x_v", x_v)
     if at_once("kda_decode", (
@@ -253,9 +263,10 @@ def fused_kda_decode_mtp_dspark(*, x_q, x_k, x_v, w_q, w_k, w_v, cs_q, cs_k, cs_
     recurrent_state [pool, H, V=128, K=128] float32, read only; ssm_state_indices [N], < 0 is padding; cu_seqlens [N+1].
     intermediate_ssm [rows, >= T/N, H, 128, 128]: snapshots, not written if the four replayssm_* rings are given (layouts as in `Rings`).
     intermediate_conv_* [rows, >= T/N, H*128, 3]; intermediate_state_indices [>= N]: each request's row of the intermediates.
-    lower_bound, scale, A_log [H], dt_bias [H*128] or [H, 128], onorm_weight [128] and onorm_eps as in `verify`.
-    exact: bitwise parity of the two modes' outputs on CUDA too (the CPU always has it). pending: a deferred fold, as in `verify`;
-    recurrent_state is written then.
+    A_log [H], dt_bias [H*128] or [H, 128]: the safe gate lower_bound * sigmoid(exp(A_log) * (g + dt_bias)); scale: of q, default 128 ** -0.5;
+    onorm_gate, onorm_weight [128], onorm_eps: gated RMS norm of the output.
+    exact: bitwise parity of the two modes' outputs on CUDA too (the CPU always has it). pending [>= pool] int32: a deferred fold (`defer_fold`):
+    the tokens that it counts for a slot are folded from the rings into recurrent_state, which is written then, before the slot's new tokens.
 
     Returns out [1, T, H, 128] of x_v's dtype. A request shorter than T/N writes only its own tokens' entries.
     """
@@ -335,7 +346,8 @@ def fused_sigmoid_gating_delta_rule_update(A_log, a, dt_bias, softplus_beta, sof
     with cu_seqlens [N+1] the spans of one row. initial_state_source [pool, HV, V, K], advanced in place unless disable_state_update;
     initial_state_indices [N], < 0: from a zero state, which is not stored. intermediate_states_buffer [rows, steps, HV, V, K] gets the
     state after each token (row intermediate_state_indices[n]); retrieve_parent_token [N, T] makes a tree of them; cache_ring records
-    into the replayssm_* rings. A_log, dt_bias, softplus_beta, softplus_threshold, lower_bound and scale as in `verify`;
+    into the replayssm_* rings. A_log [HV], dt_bias [HV*K] or [HV, K] (is_kda) or [HV]: the safe gate lower_bound * sigmoid(exp(A_log) * (a + dt_bias)),
+    without lower_bound -exp(A_log) * softplus(a + dt_bias) with softplus_beta and softplus_threshold; scale: of q, default K ** -0.5;
     use_qk_l2norm_in_kernel: q and k are normalised. cache_steps and match_cutedsl_decode change nothing here: the buffer's shape says the first, and there
     is one arithmetic. Returns [B, T, HV, V] in v's dtype.
     """

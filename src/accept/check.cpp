@@ -45,10 +45,10 @@ VerifyGreedyArgs check(const VerifyGreedyParams& p) {
   Sym b("b"), W("W");
   check.arg("candidates", p.candidates).required().dtype(kInt).shape({b, W}).same_device();
   check.require(W >= 1, "candidates", "at least one column (the last emitted token)", "shape " + shape_text(p.candidates));
-  check.arg("target_argmax", p.target_argmax).required().dtype(p.candidates.dtype).shape({b, W}).same_device();
+  check.arg("target_argmax", p.target_argmax).required().dtype_of("candidates", p.candidates).shape({b, W}).same_device();
   check.arg("verify_lens", p.verify_lens).dtype(kInt).shape({b}).same_device();
   check.arg("accept_lens", p.accept_lens).required().dtype(DType::kInt32).shape({b}).same_device().written();
-  check.arg("out_tokens", p.out_tokens).required().dtype(p.candidates.dtype).shape({b, W}).same_device().written();
+  check.arg("out_tokens", p.out_tokens).required().dtype_of("candidates", p.candidates).shape({b, W}).same_device().written();
   check.outputs_apart();
   read_lengths(check, "verify_lens", p.verify_lens, 1, W);
 
@@ -82,7 +82,7 @@ VerifyRejectionArgs check(const VerifyRejectionParams& p) {
   check.arg("uniforms", p.uniforms).required().dtype({DType::kFloat32, DType::kFloat64}).shape({b, W}).same_device();
   check.arg("verify_lens", p.verify_lens).dtype(kInt).shape({b}).same_device();
   check.arg("accept_lens", p.accept_lens).required().dtype(DType::kInt32).shape({b}).same_device().written();
-  check.arg("out_tokens", p.out_tokens).required().dtype(p.candidates.dtype).shape({b, W}).same_device().written();
+  check.arg("out_tokens", p.out_tokens).required().dtype_of("candidates", p.candidates).shape({b, W}).same_device().written();
   check.outputs_apart();
   read_range(check, "uniforms", p.uniforms, 0, 1, "numbers in [0, 1]");
   read_lengths(check, "verify_lens", p.verify_lens, 1, W);

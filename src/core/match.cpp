@@ -54,6 +54,12 @@ ArgCheck& ArgCheck::dtype(std::initializer_list<DType> expected) {
   fail("dtype " + names, name_of(t_.dtype));
 }
 
+ArgCheck& ArgCheck::dtype_of(const char* other, const TensorView& t) {
+  if (t_.given() && t_.dtype != t.dtype)
+    fail(std::string("dtype ").append(name_of(t.dtype)).append(" as ").append(other), name_of(t_.dtype));
+  return *this;
+}
+
 ArgCheck& ArgCheck::ndim(int expected) {
   if (!t_.given() || t_.ndim == expected) return *this;
   fail(std::to_string(expected) + " dimensions", "shape " + shape_text(t_));

@@ -71,6 +71,8 @@ class ArgCheck {
   ArgCheck& required();
   ArgCheck& dtype(DType expected) { return dtype({expected}); }
   ArgCheck& dtype(std::initializer_list<DType> expected);
+  /// That of another argument, whose name the text says.
+  ArgCheck& dtype_of(const char* other, const TensorView& t);
   ArgCheck& ndim(int expected);
   ArgCheck& shape(std::initializer_list<Dim> expected);
   /// The last `dims` dimensions must be dense row-major.

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <deque>
+#include <optional>
 
 #include "core/dispatch.hpp"
 #include "core/match.hpp"
@@ -254,6 +255,9 @@ void check_reset(const SwapState& s, const TensorView& requests) {
   check.arg("state.token_slots", s.token_slots).required().dtype({DType::kInt16, DType::kInt32}).shape({R, L}).same_device().written();
   check.arg("state.clock", s.clock).required().dtype(DType::kInt32).shape({R}).same_device().written();
   check.arg("requests", requests).dtype({DType::kInt32, DType::kInt64}).ndim(1).same_device();
+  // A broadcast list may be longer than anyone waits for.
+  if (requests.given())
+    check.require(requests.sizes[0] <= R, "requests", fmt::format("at most R={} request ids", R.value()), shape_text(requests));
   check.outputs_apart();
 }
 
@@ -474,9 +478,10 @@ ReplayPlanArgs check(const ReplayPlanParams& p, std::vector<CopyArgs>& followers
     names.emplace_back("", p.num_followers == 1 ? "" : fmt::format("[{}]", i));
     // A layer that is named twice gets the same bytes twice. Any other two are apart: one's rows must not be lost under the other's.
     const bool again = std::any_of(p.followers, p.followers + i, [&](const KvBuffers& b) { return same_buffers(b, p.followers[i]); });
-    Checker alone = check;
-    followers.push_back(
-        copy_args(again ? alone : check, p.followers[i], p.layout, p.item_size_bytes, p.skip_io, flat_of(p.item_size_bytes), names.back()));
+    std::optional<Checker> alone;
+    if (again) alone.emplace(check);
+    followers.push_back(copy_args(alone ? *alone : check, p.followers[i], p.layout, p.item_size_bytes, p.skip_io,
+                                  flat_of(p.item_size_bytes), names.back()));
   }
   check.outputs_apart();
   return a;

@@ -42,18 +42,18 @@ def test_greedy_errors_name_the_argument_and_write_nothing():
     for args, text in [
         ((c, c[:, :2]), "verify_greedy: target_argmax: expected shape [b=2, W=3], got (2, 2)."),
         ((c.astype(np.float32), c), "verify_greedy: candidates: expected dtype int32 or int64, got float32."),
-        ((c, c.astype(np.int64)), "verify_greedy: target_argmax: expected dtype int32, got int64."),
+        ((c, c.astype(np.int64)), "verify_greedy: target_argmax: expected dtype int32 as candidates, got int64."),
         ((c[:, :0], c[:, :0]), "verify_greedy: candidates: expected at least one column (the last emitted token), got shape (2, 0)."),
         ((c, c, {"verify_lens": np.array([1, 4])}), "verify_greedy: verify_lens: expected lengths in 1..3, got 4 at row 1."),
         ((c, c, {"verify_lens": np.array([0, 3])}), "verify_greedy: verify_lens: expected lengths in 1..3, got 0 at row 0."),
-        ((out, c), "verify_greedy: out_tokens: expected memory of its own, got memory that overlaps candidates."),
+        ((out, c), "verify_greedy: out[1]: expected memory of its own, got memory that overlaps candidates."),
     ]:
         *args, kwargs = args if isinstance(args[-1], dict) else (*args, {})
         with pytest.raises(ValueError) as e:
             accept.verify_greedy(*args, out=(lens, out), **kwargs)
         assert str(e.value) == text
     lens.flags.writeable = False
-    with pytest.raises(ValueError, match="accept_lens: expected a writable array"):
+    with pytest.raises(ValueError, match=r"out\[0\]: expected a writable array"):
         accept.verify_greedy(c, c, out=(lens, out))
     assert (lens == 77).all() and (out == 77).all()
 
@@ -184,8 +184,8 @@ def put(a, at, value):
         ({"uniforms": np.full((2, 3), 1.5, np.float32)}, "uniforms: expected numbers in [0, 1], got 1.5 at [0, 0]."),
         ({"verify_lens": np.array([3, 4])}, "verify_lens: expected lengths in 1..3, got 4 at row 1."),
         ({"verify_lens": np.array([3.0, 3.0])}, "verify_lens: expected dtype int32 or int64, got float64."),
-        ({"out": (OUT[0].astype(np.int64), OUT[1])}, "accept_lens: expected dtype int32, got int64."),
-        ({"out": (OUT[0], OUT[1].astype(np.int64))}, "out_tokens: expected dtype int32, got int64."),
+        ({"out": (OUT[0].astype(np.int64), OUT[1])}, "out[0]: expected dtype int32, got int64."),
+        ({"out": (OUT[0], OUT[1].astype(np.int64))}, "out[1]: expected dtype int32 as candidates, got int64."),
         ({"out": (OUT[0], np.broadcast_to(OUT[1][:1], (2, 3)).view())}, None),
         ({"target_probs": np.concatenate([np.full((2, 2, 4), 0.25), np.zeros((2, 1, 4))], 1), "uniforms": np.zeros((2, 3))}, "target_probs: expected rows with mass, got none in row [0, 2]."),
         # An infinite test, an infinite draw, a sum that overflows, an infinite draft (in the test and in the residual).

@@ -243,7 +243,7 @@ def test_shapes_are_checked_before_contents():
         ("materialize_into_pool", {**pools, "eps": -pools["eps"], "positions": np.arange(4)}, "positions"),
         ("materialize_into_pool", {**pools, "k_scale": np.zeros(2, np.float32), "v_pool": pools["v_pool"][..., :0]}, "v_pool"),
         ("fused_norm_rope_stacked", {**CALLS["fused_norm_rope_stacked"](), "eps": np.full(2, np.nan, np.float32), "positions": np.arange(4)}, "positions"),
-        ("verify_greedy", {**CALLS["verify_greedy"](), "verify_lens": np.full(2, 9, np.int32), "out": (np.zeros(2, np.int32), np.zeros(2, np.int32))}, "out_tokens"),
+        ("verify_greedy", {**CALLS["verify_greedy"](), "verify_lens": np.full(2, 9, np.int32), "out": (np.zeros(2, np.int32), np.zeros(2, np.int32))}, "out"),
     ):
         refuses(lambda: operation(name)(**call), argument)
         with pytest.raises(ValueError) as raised:

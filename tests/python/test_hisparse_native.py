@@ -146,6 +146,8 @@ def test_reset_one_request():
     for bad in ([3], [-1], [0, 7]):
         with pytest.raises(ValueError, match=r"reset_swap_state: requests: expected request ids in 0\.\.2"):
             hisparse.reset_swap_state(state, np.array(bad))
+    with pytest.raises(ValueError, match=r"reset_swap_state: requests: expected at most R=3 request ids, got \(1099511627776,\)"):
+        hisparse.reset_swap_state(state, np.broadcast_to(np.array([0], np.int32), 1 << 40))
     np.testing.assert_array_equal(state.slot_tokens[0], kept[0][0])
 
 
