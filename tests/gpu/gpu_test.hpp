@@ -11,13 +11,16 @@
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <initializer_list>
 #include <new>
 #include <random>
+#include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "specstate/error.hpp"
@@ -79,57 +82,180 @@ struct AlignedAllocator {
   bool operator==(const AlignedAllocator&) const { return true; }
 };
 
+/// Memory of the tests, on the device or pinned: cut from one piece, since each cudaMalloc and cudaFree waits for the GPU, which other tests
+/// share. Where a tool watches the ends of every allocation they are real ones.
+template <bool kPinned>
+class Arena {
+ public:
+  static Arena& get() {
+    static Arena a;
+    return a;
+  }
+  unsigned char* take(std::size_t bytes) {
+    const std::size_t cut = (bytes + 255) / 256 * 256;
+    if (!small() && !base_) base_ = allocate(kSize);
+    if (!base_ || used_ + cut > kSize) return allocate(std::max<std::size_t>(bytes, 1));
+    used_ += cut, ++live_;
+    return base_ + used_ - cut;
+  }
+  bool owns(const unsigned char* p) const { return base_ && p >= base_ && p < base_ + kSize; }
+  void give(unsigned char* p, std::size_t bytes) {
+    if (!owns(p))
+      kPinned ? cudaFreeHost(p) : cudaFree(p);
+    else if (--live_ == 0)
+      used_ = 0;
+    else if (p + (bytes + 255) / 256 * 256 == base_ + used_)  // the last one
+      used_ = static_cast<std::size_t>(p - base_);
+  }
+
+ private:
+  static constexpr std::size_t kSize = std::size_t{1} << (kPinned ? 27 : 31);
+  static unsigned char* allocate(std::size_t bytes) {
+    void* p = nullptr;
+    if ((kPinned ? cudaMallocHost(&p, bytes) : cudaMalloc(&p, bytes)) == cudaSuccess) return static_cast<unsigned char*>(p);
+    cudaGetLastError();
+    return nullptr;
+  }
+  unsigned char* base_ = nullptr;
+  std::size_t used_ = 0, live_ = 0;
+};
+
+/// Pinned memory through which arrays cross: any number of them with one wait.
+class Crossing {
+ public:
+  static Crossing& get() {
+    static Crossing c;
+    return c;
+  }
+  /// On its way; there after settle().
+  void up(void* device, const void* host, std::size_t bytes) {
+    for (std::size_t done = 0; done < bytes;) {
+      if (used_ == size_) settle(), grow(kSize);
+      const std::size_t n = std::min(bytes - done, size_ - used_);
+      std::memcpy(memory_ + used_, static_cast<const char*>(host) + done, n);
+      cudaMemcpyAsync(static_cast<char*>(device) + done, memory_ + used_, n, cudaMemcpyHostToDevice, nullptr);
+      used_ += n, done += n;
+    }
+  }
+  void settle() {
+    cudaDeviceSynchronize();
+    used_ = 0;
+  }
+  /// Memory for so many bytes that come down. What went up has arrived.
+  unsigned char* down(std::size_t bytes) {
+    settle();
+    grow(bytes);
+    return memory_;
+  }
+  int deferred = 0;  // Uploads that live
+
+ private:
+  static constexpr std::size_t kSize = std::size_t{16} << 20;
+  void grow(std::size_t bytes) {
+    if (bytes <= size_) return;
+    cudaFreeHost(memory_);
+    if (cudaMallocHost(&memory_, bytes) != cudaSuccess) throw std::bad_alloc();
+    size_ = bytes;
+  }
+  unsigned char* memory_ = nullptr;
+  std::size_t size_ = 0, used_ = 0;
+};
+
+/// Arrays that are set while one lives are on the device when it ends: one wait for all of them.
+struct Uploads {
+  Uploads() { ++Crossing::get().deferred; }
+  Uploads(const Uploads&) = delete;
+  Uploads& operator=(const Uploads&) = delete;
+  ~Uploads() {
+    if (--Crossing::get().deferred == 0) Crossing::get().settle();
+  }
+};
+
 /// An array of raw bytes in host and device memory. The device's copy lies between red zones.
 class Bytes {
  public:
   static constexpr std::size_t kRedZone = 4096;
   static constexpr unsigned char kPoison = 0xA5, kRed = 0x5C;
 
-  explicit Bytes(std::size_t n) : host_(n, kPoison), pristine_(host_) {
-    if (cudaMalloc(&block_, n + 2 * kRedZone) != cudaSuccess) throw std::bad_alloc();
-    cudaMemset(block_, kRed, n + 2 * kRedZone);
+  explicit Bytes(std::size_t n) : host_(n, kPoison), block_(Arena<false>::get().take(n + 2 * kRedZone)) {
+    if (!block_) throw std::bad_alloc();
+    cudaMemsetAsync(block_, kRed, n + 2 * kRedZone, nullptr);
     upload();
   }
   Bytes(const Bytes&) = delete;
   Bytes& operator=(const Bytes&) = delete;
-  virtual ~Bytes() { cudaFree(block_); }
+  virtual ~Bytes() { Arena<false>::get().give(block_, size() + 2 * kRedZone); }
 
   void* host() { return host_.data(); }
-  void* device() const { return static_cast<char*>(block_) + kRedZone; }
+  const void* host() const { return host_.data(); }
+  void* device() const { return block_ + kRedZone; }
   std::size_t size() const { return host_.size(); }
   /// What is in the host's copy now becomes the content of both, and what reset() restores.
   void upload() {
     pristine_ = host_;
-    reset();
+    send();
   }
-  /// Waits: a small copy from pageable memory may return before it has arrived, and the tests' streams do not wait for it.
   void reset() {
     host_ = pristine_;
-    cudaMemcpy(device(), host_.data(), host_.size(), cudaMemcpyHostToDevice);
-    cudaDeviceSynchronize();
+    send();
   }
-  std::vector<unsigned char> download() const {
-    std::vector<unsigned char> bytes(size());
-    cudaMemcpy(bytes.data(), device(), size(), cudaMemcpyDeviceToHost);
-    return bytes;
-  }
+  std::vector<unsigned char> download() const;
   /// Empty if the device's copy equals the host's and the red zones are whole, else what differs first.
-  std::string difference() const {
-    std::vector<unsigned char> all(size() + 2 * kRedZone);
-    if (const cudaError_t e = cudaMemcpy(all.data(), block_, all.size(), cudaMemcpyDeviceToHost); e != cudaSuccess)
-      return std::string("cudaMemcpy: ") + cudaGetErrorString(e);
-    for (std::size_t i = 0; i < kRedZone; ++i)
-      if (all[i] != kRed || all[kRedZone + size() + i] != kRed) return "a red zone was written, byte " + std::to_string(i);
-    for (std::size_t i = 0; i < size(); ++i)
-      if (all[kRedZone + i] != host_[i])
-        return "byte " + std::to_string(i) + " is " + std::to_string(all[kRedZone + i]) + ", on the CPU " + std::to_string(host_[i]);
-    return {};
+  std::string difference() const;
+
+ private:
+  friend class Seen;
+  /// Waits, unless Uploads does: the tests' streams do not wait for the copy.
+  void send() {
+    Crossing::get().up(device(), host_.data(), host_.size());
+    if (Crossing::get().deferred == 0) Crossing::get().settle();
+  }
+  std::vector<unsigned char, AlignedAllocator<unsigned char>> host_, pristine_;
+  unsigned char* block_ = nullptr;
+};
+
+/// What the device holds of several arrays, fetched with one wait. Valid until an array is set or another one made.
+class Seen {
+ public:
+  explicit Seen(const std::vector<const Bytes*>& arrays) {
+    std::size_t bytes = 0;
+    for (const Bytes* b : arrays) bytes += b->size() + 2 * Bytes::kRedZone;
+    unsigned char* at = Crossing::get().down(bytes);
+    for (const Bytes* b : arrays) {
+      const std::size_t n = b->size() + 2 * Bytes::kRedZone;
+      places_.emplace_back(b, at);
+      cudaMemcpyAsync(at, b->block_, n, cudaMemcpyDeviceToHost, nullptr);
+      at += n;
+    }
+    status_ = cudaDeviceSynchronize();
+  }
+  const unsigned char* of(const Bytes& b) const {
+    for (const auto& [array, at] : places_)
+      if (array == &b) return at + Bytes::kRedZone;
+    throw std::out_of_range("Seen: an array that was not fetched");
+  }
+  std::string difference(const Bytes& b) const {
+    if (status_ != cudaSuccess) return std::string("the GPU: ") + cudaGetErrorString(status_);
+    const auto* host = static_cast<const unsigned char*>(b.host());
+    const unsigned char *at = of(b), *front = at - Bytes::kRedZone, *back = at + b.size();
+    for (std::size_t i = 0; i < Bytes::kRedZone; ++i)
+      if (front[i] != Bytes::kRed || back[i] != Bytes::kRed) return "a red zone was written, byte " + std::to_string(i);
+    if (std::memcmp(at, host, b.size()) == 0) return {};
+    std::size_t i = 0;
+    while (at[i] == host[i]) ++i;
+    return "byte " + std::to_string(i) + " is " + std::to_string(at[i]) + ", on the CPU " + std::to_string(host[i]);
   }
 
  private:
-  std::vector<unsigned char, AlignedAllocator<unsigned char>> host_, pristine_;
-  void* block_ = nullptr;
+  std::vector<std::pair<const Bytes*, unsigned char*>> places_;
+  cudaError_t status_ = cudaSuccess;
 };
+
+inline std::vector<unsigned char> Bytes::download() const {
+  const Seen seen({this});
+  return {seen.of(*this), seen.of(*this) + size()};
+}
+inline std::string Bytes::difference() const { return Seen({this}).difference(*this); }
 
 /// A dense array of T, poisoned or given, host and device.
 template <class T>
@@ -218,21 +344,26 @@ using Call = std::function<void(Where, Stream)>;
 inline void on_both(const Call& call, std::initializer_list<Bytes*> arrays, const std::function<void(int)>& change = {}, int replays = 3) {
   const OwnStream stream;
   const auto compare = [&](const char* how, int round) {
+    const Seen seen({arrays.begin(), arrays.end()});
     int i = 0;
-    for (Bytes* b : arrays) {
-      EXPECT_EQ(b->difference(), "") << "array " << i << ", " << how << ", round " << round;
+    for (const Bytes* b : arrays) {
+      EXPECT_EQ(seen.difference(*b), "") << "array " << i << ", " << how << ", round " << round;
       ++i;
     }
   };
-  for (Bytes* b : arrays) b->reset();
+  const auto reset = [&](int round) {
+    const Uploads together;
+    if (change && round > 0) change(round);
+    for (Bytes* b : arrays) b->reset();
+  };
+  reset(0);
   call(Where::kHost, {});
   call(Where::kDevice, stream);
   ASSERT_TRUE(stream.synchronize());
   compare("plain call", 0);
   const Captured graph(stream, [&](Stream s) { call(Where::kDevice, s); });
   for (int round = 1; round <= replays; ++round) {
-    if (change) change(round);
-    for (Bytes* b : arrays) b->reset();
+    reset(round);
     call(Where::kHost, {});
     ASSERT_TRUE(graph.replay());
     compare("replay", round);

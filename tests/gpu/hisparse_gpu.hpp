@@ -25,25 +25,25 @@ inline std::size_t at(i64 i) { return static_cast<std::size_t>(i); }
 /// Pinned memory that both backends read, and that transfers write.
 class Pinned {
  public:
-  explicit Pinned(i64 bytes, unsigned seed = 1) : bytes_(bytes) {
-    if (cudaMallocHost(&data_, at(std::max<i64>(bytes, 1))) != cudaSuccess) throw std::bad_alloc();
+  explicit Pinned(i64 bytes, unsigned seed = 1) : bytes_(bytes), data_(Arena<true>::get().take(at(bytes))) {
+    if (!data_) throw std::bad_alloc();
     std::mt19937_64 random(seed);
     for (i64 i = 0; i + 8 <= bytes; i += 8) {
       const std::uint64_t x = random();
-      std::memcpy(static_cast<u8*>(data_) + i, &x, 8);
+      std::memcpy(data_ + i, &x, 8);
     }
   }
   Pinned(const Pinned&) = delete;
-  ~Pinned() { cudaFreeHost(data_); }
-  u8* data() const { return static_cast<u8*>(data_); }
+  ~Pinned() { Arena<true>::get().give(data_, at(bytes_)); }
+  u8* data() const { return data_; }
   /// For a CUDA call the same memory, said to be pinned; for a CPU call plain memory.
   TensorView rows(i64 rows, i64 item, Where where) const {
     return TensorView(data_, DType::kUInt8, {rows, item}, {DeviceType::kCpu, 0, where == Where::kDevice});
   }
 
  private:
-  void* data_ = nullptr;
   i64 bytes_;
+  u8* data_;
 };
 
 constexpr i64 kPage = 37440;

@@ -1,5 +1,7 @@
 // The life of requests over a GPU equals that over the CPU: two Coordinators are told the same, and every table, every row of every pool and every
 // answer is the same to the last bit. Nothing but the test waits for the GPU.
+#include <optional>
+
 #include "hisparse_gpu.hpp"
 #include "specstate/hisparse_coordinator.hpp"
 
@@ -13,15 +15,16 @@ constexpr i64 kFirst = 20;
 
 /// A host pool: pinned for the GPU, and plain with the same bytes for the CPU.
 struct HostPool {
-  void* pinned = nullptr;
+  u8* pinned = nullptr;
   std::vector<u8> plain;
   explicit HostPool(i64 bytes, Random& random) : plain(at(bytes)) {
     for (u8& x : plain) x = static_cast<u8>(random() >> 7);
-    if (cudaMallocHost(&pinned, plain.size()) != cudaSuccess) throw std::bad_alloc();
+    pinned = Arena<true>::get().take(plain.size());
+    if (!pinned) throw std::bad_alloc();
     std::memcpy(pinned, plain.data(), plain.size());
   }
   HostPool(const HostPool&) = delete;
-  ~HostPool() { cudaFreeHost(pinned); }
+  ~HostPool() { Arena<true>::get().give(pinned, plain.size()); }
 };
 
 struct Event {
@@ -75,6 +78,7 @@ struct Lives {
   }
   explicit Lives(unsigned seed) : random(seed * 7919 + 11), config(draw(random)), paged(random.one_in(4)), model(at(config.requests)) {
     if (paged) config.layout = RowLayout::kDsv4Paged;
+    std::optional<Uploads> together{std::in_place};
     const i64 R = config.requests, tail = config.tail ? config.tail : 2 * config.window;
     W = config.hot + tail;
     B = R + 1;
@@ -103,9 +107,10 @@ struct Lives {
       }
       for (int w = 0; w < 2; ++w) buffers[w].push_back(b[w]);
     }
-    c[0] = std::make_unique<Coordinator>(config, buffers[0]);
     const i64 bytes = Coordinator::table_bytes(config, static_cast<i64>(item.size()));
     tables = std::make_unique<Bytes>(at(bytes));
+    together.reset();
+    c[0] = std::make_unique<Coordinator>(config, buffers[0]);
     CoordinatorConfig there = config;
     there.tables = TensorView(tables->device(), DType::kUInt8, {bytes}, {DeviceType::kCuda, 0});
     c[1] = std::make_unique<Coordinator>(there, buffers[1], main);
@@ -185,6 +190,7 @@ struct Lives {
   }
   /// What the queries of the batch rows (requests with their ends) select.
   void select(const std::vector<i64>& ids) {
+    const Uploads together;
     std::vector<i64> all(ids);
     for (i64 r = 0; static_cast<i64>(all.size()) < config.requests; ++r)
       if (std::find(all.begin(), all.end(), r) == all.end()) all.push_back(r);
@@ -295,8 +301,11 @@ struct Lives {
       w[b] = static_cast<i32>(q.width), t[b] = static_cast<i32>(random.pick(0, q.width));
       write_window(ids[b], q.width);
     }
-    select(ids);
-    widths->set(w), taken->set(t);
+    {
+      const Uploads together;
+      select(ids);
+      widths->set(w), taken->set(t);
+    }
     const auto whole = [&](Coordinator& x, Where where, Stream s) {
       const StepBatch batch{requests->view(where), widths->view(where), real->view(where)};
       x.open_step(batch, locs->view(where), s);
@@ -312,8 +321,9 @@ struct Lives {
       graph = std::make_unique<Captured>(main, [&](Stream s) { whole(*c[1], Where::kDevice, s); });
     }
     ASSERT_TRUE(graph->replay());
-    ASSERT_EQ(locs->difference(), "");
-    for (int anchor = 0; anchor < 3; ++anchor) compare_answers(anchor);
+    const Seen seen({locs.get(), outs[0].get(), outs[1].get(), outs[2].get()});
+    ASSERT_EQ(seen.difference(*locs), "");
+    for (int anchor = 0; anchor < 3; ++anchor) ASSERT_EQ(seen.difference(*outs[at(anchor)]), "") << "anchor " << anchor;
     for (std::size_t b = 0; b < ids.size(); ++b) {
       Model& q = model[at(ids[b])];
       q.length += t[b], q.width = 0;
@@ -375,33 +385,35 @@ struct Lives {
       default: tell(true); break;
     }
   }
-  std::string difference(const TensorView& cpu, const TensorView& gpu) const {
+  std::string difference(const TensorView& cpu, const TensorView& gpu, const Seen& seen) const {
     const i64 n = cpu.numel();
-    std::vector<u8> there(at(n * static_cast<i64>(size_of(gpu.dtype))));
-    if (cudaMemcpy(there.data(), gpu.data, there.size(), cudaMemcpyDeviceToHost) != cudaSuccess) return "cudaMemcpy";
+    const u8* const there = seen.of(*tables) + (gpu.as<u8>() - static_cast<u8*>(tables->device()));
     const auto read = [](const void* p, DType d, i64 i) -> i64 {
       if (d == DType::kInt64) return static_cast<const i64*>(p)[i];
       if (d == DType::kInt32) return static_cast<const i32*>(p)[i];
       return static_cast<const std::int16_t*>(p)[i];
     };
     for (i64 i = 0; i < n; ++i)
-      if (const i64 a = read(cpu.data, cpu.dtype, i), b = read(there.data(), gpu.dtype, i); a != b)
+      if (const i64 a = read(cpu.data, cpu.dtype, i), b = read(there, gpu.dtype, i); a != b)
         return "entry " + std::to_string(i) + " is " + std::to_string(b) + ", on the CPU " + std::to_string(a);
     return {};
   }
   void check() {
     ASSERT_TRUE(main.synchronize());
     ASSERT_TRUE(side.synchronize());
+    std::vector<const Bytes*> all{tables.get()};
+    for (const auto& pool : pools) all.push_back(pool.get());
+    const Seen seen(all);
     for (const i64 layer : {20, 22, 25}) {
       const SwapState a = c[0]->tables(layer), b = c[1]->tables(layer);
-      ASSERT_EQ(difference(a.slot_tokens, b.slot_tokens), "") << "slot_tokens of " << layer;
-      ASSERT_EQ(difference(a.slot_locs, b.slot_locs), "") << "slot_locs of " << layer;
-      ASSERT_EQ(difference(a.slot_stamps, b.slot_stamps), "") << "slot_stamps of " << layer;
-      ASSERT_EQ(difference(a.token_slots, b.token_slots), "") << "token_slots of " << layer;
-      ASSERT_EQ(difference(a.clock, b.clock), "") << "clock of " << layer;
+      ASSERT_EQ(difference(a.slot_tokens, b.slot_tokens, seen), "") << "slot_tokens of " << layer;
+      ASSERT_EQ(difference(a.slot_locs, b.slot_locs, seen), "") << "slot_locs of " << layer;
+      ASSERT_EQ(difference(a.slot_stamps, b.slot_stamps, seen), "") << "slot_stamps of " << layer;
+      ASSERT_EQ(difference(a.token_slots, b.token_slots, seen), "") << "token_slots of " << layer;
+      ASSERT_EQ(difference(a.clock, b.clock, seen), "") << "clock of " << layer;
     }
-    ASSERT_EQ(difference(c[0]->host_cache_locs(), c[1]->host_cache_locs()), "");
-    ASSERT_EQ(difference(c[0]->lengths(), c[1]->lengths()), "");
+    ASSERT_EQ(difference(c[0]->host_cache_locs(), c[1]->host_cache_locs(), seen), "");
+    ASSERT_EQ(difference(c[0]->lengths(), c[1]->lengths(), seen), "");
     for (i64 r = 0; r < config.requests; ++r) {
       ASSERT_EQ(c[1]->state(r), model[at(r)].state);
       ASSERT_EQ(c[1]->length(r), model[at(r)].known);
@@ -410,11 +422,11 @@ struct Lives {
     ASSERT_EQ(c[0]->free_device_rows(), c[1]->free_device_rows());
     ASSERT_EQ(c[0]->free_host_rows(), c[1]->free_host_rows());
     ASSERT_EQ(c[0]->stats().bytes_to_host, c[1]->stats().bytes_to_host);
-    for (std::size_t i = 0; i < pools.size(); ++i) ASSERT_EQ(pools[i]->difference(), "") << "device pool " << i;
+    for (std::size_t i = 0; i < pools.size(); ++i) ASSERT_EQ(seen.difference(*pools[i]), "") << "device pool " << i;
     for (std::size_t i = 0; i < hosts.size(); ++i)
       ASSERT_EQ(std::memcmp(hosts[i]->pinned, hosts[i]->plain.data(), hosts[i]->plain.size()), 0) << "host pool " << i;
     std::memset(tables->host(), 0, tables->size());
-    const std::string zones = tables->difference();
+    const std::string zones = seen.difference(*tables);
     ASSERT_EQ(zones.find("red zone"), std::string::npos) << zones;
   }
 };

@@ -25,32 +25,7 @@ using core::bfloat16;
 
 namespace {
 
-/// Device memory of the tests: cut from one piece, since each cudaMalloc and cudaFree waits for the GPU, which others share. Where a tool
-/// watches the ends of every allocation they are real ones.
-struct Arena {
-  unsigned char* base = nullptr;
-  std::size_t size = std::size_t{2} << 30, used = 0, live = 0;
-
-  static Arena& get() {
-    static Arena a;
-    return a;
-  }
-  unsigned char* take(std::size_t bytes) {
-    unsigned char* p = nullptr;
-    if (!gpu_test::small() && !base && cudaMalloc(&base, size) != cudaSuccess) cudaGetLastError(), base = nullptr;
-    if (!base || used + bytes > size) return cudaMalloc(&p, bytes) == cudaSuccess ? p : nullptr;
-    p = base + used;
-    used += (bytes + 255) / 256 * 256, ++live;
-    return p;
-  }
-  bool owns(const unsigned char* p) const { return base && p >= base && p < base + size; }
-  void give(unsigned char* p) {
-    if (!owns(p))
-      cudaFree(p);
-    else if (--live == 0)
-      used = 0;
-  }
-};
+using Arena = gpu_test::Arena<false>;
 
 /// A tensor on both sides; what is between its rows (pitches) is poisoned like everything that a call writes.
 struct Buffer {
@@ -62,7 +37,7 @@ struct Buffer {
   Buffer() = default;
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
-  ~Buffer() { Arena::get().give(device); }
+  ~Buffer() { Arena::get().give(device, host.size()); }
 
   void make(DType dtype, std::initializer_list<std::int64_t> sizes, std::int64_t pitch = 0) {
     shape = TensorView(nullptr, dtype, sizes);
@@ -216,7 +191,7 @@ struct Case {
   }
   void indices(const char* name, DType dtype, const std::vector<std::int64_t>& values) {
     Buffer& x = b[name];
-    if (x.device) Arena::get().give(x.device), x.device = nullptr;
+    if (x.device) Arena::get().give(x.device, x.host.size()), x.device = nullptr;
     x.make(dtype, {static_cast<std::int64_t>(values.size())});
     for (std::size_t i = 0; i < values.size(); ++i)
       if (dtype == DType::kInt64)

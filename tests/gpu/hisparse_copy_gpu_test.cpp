@@ -1,0 +1,389 @@
+// Rows on their way on the GPU as on the CPU: replays of plans, on a side stream too, paged transfers, staging and windows.
+#include "hisparse_gpu.hpp"
+
+#include <chrono>
+#include <thread>
+
+#include "specstate/hisparse.hpp"
+#include "specstate/hisparse_steps.hpp"
+
+using namespace specstate;
+using namespace specstate::hisparse;
+using namespace specstate::gpu_test;
+
+namespace {
+
+/// Plans of many rows, most of them short or empty, some beyond the real ones.
+TEST(HisparseCopyGpu, ReplayOfManyRows) {
+  SPECSTATE_NEEDS_GPU();
+  Random random(21);
+  for (const i64 B : {1, 3, 64, 255, 512, 513, 1100}) {
+    if (small() && B > 3) break;
+    constexpr i64 M = 4, kItem = 48;
+    const i64 rows = B * M;
+    Pinned host(rows * kItem);
+    Pair<u8> first({rows, kItem}), second({rows, kItem});
+    std::vector<i64> from(at(rows));
+    std::vector<i32> to(at(rows)), n(at(B));
+    for (i64& x : from) x = random.pick(0, rows - 1);
+    std::iota(to.begin(), to.end(), 0);
+    std::shuffle(to.begin(), to.end(), random);
+    for (i32& x : n) x = static_cast<i32>(random.one_in(3) ? random.pick(0, M) : 0);
+    Pair<i64> src({B, M}, from);
+    Pair<i32> dst({B, M}, to), count({B}, n), real({1}, {static_cast<i32>(random.one_in(2) ? B : random.pick(0, B))});
+    const auto call = [&](Where where, Stream stream) {
+      KvBuffers layers[2];
+      layers[0].host_cache = layers[1].host_cache = host.rows(rows, kItem, where);
+      layers[0].device_buffer = first.view(where), layers[1].device_buffer = second.view(where);
+      ReplayPlanParams p;
+      p.miss_src = src.view(where), p.miss_dst = dst.view(where), p.miss_count = count.view(where), p.num_real_reqs = real.view(where);
+      p.followers = layers, p.num_followers = 2, p.sm_budget = B % 3;
+      replay_plan(p, stream);
+    };
+    on_both(call, {&first, &second}, {}, 1);
+    ASSERT_FALSE(HasFailure()) << B << " rows";
+  }
+}
+
+TEST(HisparseCopyGpu, PageableHostMemoryIsRefused) {
+  SPECSTATE_NEEDS_GPU();
+  std::vector<u8> pageable(1 << 16);
+  Pair<u8> pool({64, 16});
+  Pair<i64> src({1, 1}, {0});
+  Pair<i32> dst({1, 1}, {0}), count({1}, {1});
+  ReplayPlanParams p;
+  p.miss_src = src.view(Where::kDevice), p.miss_dst = dst.view(Where::kDevice), p.miss_count = count.view(Where::kDevice);
+  KvBuffers b;
+  b.host_cache = TensorView(pageable.data(), DType::kUInt8, {64, 16});
+  b.device_buffer = pool.view(Where::kDevice);
+  p.followers = &b, p.num_followers = 1;
+  try {
+    replay_plan(p);
+    FAIL();
+  } catch (const Error& e) {
+    EXPECT_EQ(e.kind(), ErrorKind::kValue);
+    EXPECT_STREQ(e.what(), "replay_plan: host_cache: expected pinned host memory, got pageable host memory.");
+  }
+}
+
+
+// ------------------------------------------------------------------------------------------------------------- streams
+
+/// The followers' copies on a side stream, ordered by an event; and the same without the event, which the comparison must notice.
+void side_stream(bool with_event, bool& same) {
+  constexpr i64 kHot = 64, kItem = 576, kLength = 400, kTop = 48;
+  Random random(3);
+  Pinned host(kLength * kItem);
+  Pair<u8> anchor({kHot, kItem}), follower({kHot, kItem});
+  Pair<i64> host_locs({1, kLength}), ids({1}, {0}), src({1, kTop}, std::vector<i64>(kTop, 0));
+  std::vector<i64> rows(kLength);
+  std::iota(rows.begin(), rows.end(), 0);
+  std::shuffle(rows.begin(), rows.end(), random);
+  host_locs.set(rows);
+  Pair<i32> tokens({1, 1, kTop}), out({1, 1, kTop}), lens({1, 1}, {kLength}), dst({1, kTop}, std::vector<i32>(kTop, 0)), count({1}, {0});
+  std::vector<i32> t(kTop);
+  std::iota(t.begin(), t.end(), 100);
+  tokens.set(t);
+  const SwapShape shape{1, kHot, 0, kLength};
+  Bytes memory(at(swap_state_bytes(shape)));
+  SwapState state[2] = {swap_state_view(shape, memory.host()), swap_state_view(shape, memory.device(), {DeviceType::kCuda, 0})};
+  for (i64 i = 0; i < kHot; ++i) state[0].slot_locs.as<i32>()[i] = static_cast<i32>(kHot - 1 - i);
+  memory.upload();
+  for (const SwapState& s : state) reset_swap_state(s);
+  SPECSTATE_GPU(cudaDeviceSynchronize());
+  const OwnStream main, side;
+  cudaEvent_t swapped;
+  SPECSTATE_GPU(cudaEventCreateWithFlags(&swapped, cudaEventDisableTiming));
+  // The main stream is busy for a while before the swap.
+  SPECSTATE_GPU(cudaLaunchHostFunc(
+      main.native(), [](void*) { std::this_thread::sleep_for(std::chrono::milliseconds(50)); }, nullptr));
+  const auto swap = [&](Where where, Stream stream) {
+    SwapInParams p;
+    p.top_k_tokens = tokens.view(where), p.seq_lens = lens.view(where), p.req_pool_indices = ids.view(where),
+    p.host_cache_locs = host_locs.view(where);
+    p.buffers.host_cache = host.rows(kLength, kItem, where), p.buffers.device_buffer = anchor.view(where);
+    p.state = state[where == Where::kDevice], p.top_k_device_locs = out.view(where);
+    p.plan = {src.view(where), dst.view(where), count.view(where)};
+    swap_in(p, stream);
+  };
+  const auto follow = [&](Where where, Stream stream) {
+    ReplayPlanParams p;
+    p.miss_src = src.view(where), p.miss_dst = dst.view(where), p.miss_count = count.view(where);
+    KvBuffers b;
+    b.host_cache = host.rows(kLength, kItem, where), b.device_buffer = follower.view(where);
+    p.followers = &b, p.num_followers = 1;
+    replay_plan(p, stream);
+  };
+  swap(Where::kDevice, main);
+  if (with_event) {
+    SPECSTATE_GPU(cudaEventRecord(swapped, main.native()));
+    SPECSTATE_GPU(cudaStreamWaitEvent(side.native(), swapped, 0));
+  }
+  follow(Where::kDevice, side);
+  ASSERT_TRUE(side.synchronize());
+  ASSERT_TRUE(main.synchronize());
+  swap(Where::kHost, {});
+  follow(Where::kHost, {});
+  EXPECT_EQ(anchor.difference(), "");
+  same = follower.difference().empty();
+  cudaEventDestroy(swapped);
+}
+
+TEST(HisparseCopyGpu, FollowersOnASideStream) {
+  SPECSTATE_NEEDS_GPU();
+  bool same = false;
+  side_stream(true, same);
+  EXPECT_TRUE(same);
+  side_stream(false, same);
+  EXPECT_FALSE(same) << "the comparison does not notice a follower that ran before its plan was there";
+}
+
+// ------------------------------------------------------------------------------------------------------------ transfers
+
+TEST(HisparseCopyGpu, PagedTransfersBothWays) {
+  SPECSTATE_NEEDS_GPU();
+  Random random(5);
+  constexpr i64 kLayers = 3, kHostPages = 7, kDevicePages = 5;
+  std::vector<std::unique_ptr<Pinned>> host;
+  std::vector<std::unique_ptr<Pair<u8>>> device;
+  for (i64 l = 0; l < kLayers; ++l) {
+    host.push_back(std::make_unique<Pinned>(kHostPages * kPage, static_cast<unsigned>(l)));
+    device.push_back(std::make_unique<Pair<u8>>(std::initializer_list<i64>{kDevicePages * kPage}));
+    for (std::size_t i = 0; i < device.back()->size(); ++i) static_cast<u8*>(device.back()->host())[i] = static_cast<u8>(random() >> 3);
+    device.back()->upload();
+  }
+  for (int round = 0; round < (small() ? 4 : 20); ++round) {
+    const i64 n = random.pick(0, small() ? 40 : 300);
+    std::vector<i64> from(at(n)), to(at(kDevicePages * 64));
+    for (i64& x : from) x = random.pick(0, kHostPages * 64 - 1);
+    std::iota(to.begin(), to.end(), 0);
+    std::shuffle(to.begin(), to.end(), random);
+    to.resize(at(n));
+    Pair<i64> src({n}), dst({n});
+    if (n > 0) src.set(from), dst.set(to);
+    const auto call = [&](Where where, bool pointers) {
+      std::vector<TensorView> a, b;
+      Pair<i64> pa({kLayers}), pb({kLayers});
+      for (i64 l = 0; l < kLayers; ++l) {
+        a.emplace_back(host[at(l)]->data(), DType::kUInt8, std::initializer_list<i64>{kHostPages * kPage},
+                       Device{DeviceType::kCpu, 0, where == Where::kDevice});
+        b.push_back(device[at(l)]->view(where));
+        pa.values()[l] = reinterpret_cast<i64>(a.back().data), pb.values()[l] = reinterpret_cast<i64>(b.back().data);
+      }
+      pa.upload(), pb.upload();
+      if (pointers) {
+        TransferPagedPointersParams p;
+        p.src_ptrs = pa.view(where), p.dst_ptrs = pb.view(where), p.src_indices = src.view(where), p.dst_indices = dst.view(where);
+        transfer_paged_pointers(p);
+        cudaDeviceSynchronize();
+      } else {
+        TransferPagedParams p;
+        p.src = a.data(), p.dst = b.data(), p.num_layers = kLayers, p.src_indices = src.view(where), p.dst_indices = dst.view(where);
+        p.sm_budget = round % 3;
+        transfer_paged(p);
+      }
+    };
+    call(Where::kHost, round % 2);
+    call(Where::kDevice, round % 2);
+    SPECSTATE_GPU(cudaDeviceSynchronize());
+    const Seen seen({device[0].get(), device[1].get(), device[2].get()});
+    for (auto& d : device) ASSERT_EQ(seen.difference(*d), "") << "round " << round;
+  }
+  // Device to host: a backup.
+  Pair<i64> src({3}, {5, 64, 200}), dst({3}, {1, 130, 63});
+  std::vector<TensorView> a{device[0]->view(Where::kDevice)},
+      b{TensorView(host[0]->data(), DType::kUInt8, {kHostPages * kPage}, {DeviceType::kCpu, 0, true})};
+  std::vector<u8> want(host[0]->data(), host[0]->data() + kHostPages * kPage);
+  std::vector<TensorView> ca{device[0]->view(Where::kHost)}, cb{TensorView(want.data(), DType::kUInt8, {kHostPages * kPage})};
+  for (const Where where : {Where::kHost, Where::kDevice}) {
+    TransferPagedParams p;
+    p.src = where == Where::kHost ? ca.data() : a.data(), p.dst = where == Where::kHost ? cb.data() : b.data(), p.num_layers = 1;
+    p.src_indices = src.view(where), p.dst_indices = dst.view(where);
+    transfer_paged(p);
+  }
+  SPECSTATE_GPU(cudaDeviceSynchronize());
+  EXPECT_EQ(std::memcmp(want.data(), host[0]->data(), want.size()), 0);
+}
+
+// ------------------------------------------------------------------------------------------------- staging, windows
+
+/// Several groups of layers with rows of different sizes; windows are opened and accepted, lengths and counts live on the GPU only.
+void window_world(unsigned seed, int rounds) {
+  SCOPED_TRACE(::testing::Message() << "seed " << seed);
+  Random random(seed * 77 + 3);
+  const i64 R = random.pick(1, 5), H = random.pick(1, 30), P = random.pick(1, 8), L = random.pick(P + 4, 80), W = H + P,
+            G = random.pick(1, 3);
+  const bool paged = random.one_in(4);
+  i64 host_rows = R * (L + 8) + 5, device_rows = R * W + 3;
+  if (paged) host_rows = (host_rows + 63) / 64 * 64, device_rows = (device_rows + 63) / 64 * 64;
+  std::vector<std::unique_ptr<Pinned>> host;          // of the GPU
+  std::vector<std::unique_ptr<Bytes>> plain, device;  // host rows of the CPU; device rows of both
+  std::vector<std::vector<KvBuffers>> layers[2];
+  std::vector<WindowGroup> groups[2];
+  std::vector<i32> rows(at(device_rows));
+  std::iota(rows.begin(), rows.end(), 0);
+  std::shuffle(rows.begin(), rows.end(), random);
+  Pair<i32> locs({R, W}, std::vector<i32>(rows.begin(), rows.begin() + R * W));
+  if (random.one_in(3)) locs.values()[random.pick(0, R - 1) * W + random.pick(0, H - 1)] = -1, locs.upload();
+  std::vector<const Bytes*> all{&locs};
+  struct Group {
+    std::unique_ptr<Pair<i32>> tokens, stamps, clock, hints;
+  };
+  std::vector<Group> own;
+  for (i64 g = 0; g < G; ++g) {
+    Group x;
+    x.tokens = std::make_unique<Pair<i32>>(std::initializer_list<i64>{R, W}, std::vector<i32>(at(R * W), -1));
+    for (i64 i = 0; i < R * W; ++i)
+      if (i % W < H && random.one_in(3)) x.tokens->values()[i] = static_cast<i32>(random.pick(0, L - 1));
+    x.tokens->upload();
+    x.stamps = std::make_unique<Pair<i32>>(std::initializer_list<i64>{R, H}, std::vector<i32>(at(R * H), 3));
+    x.clock = std::make_unique<Pair<i32>>(std::initializer_list<i64>{R}, std::vector<i32>(at(R), 9));
+    x.hints = std::make_unique<Pair<i32>>(std::initializer_list<i64>{R, L}, std::vector<i32>(at(R * L), -1));
+    for (Bytes* b : std::initializer_list<Bytes*>{x.tokens.get(), x.stamps.get(), x.clock.get(), x.hints.get()}) all.push_back(b);
+    own.push_back(std::move(x));
+    const i64 n = random.pick(1, 3);
+    for (int where = 0; where < 2; ++where) layers[where].emplace_back();
+    for (i64 l = 0; l < n; ++l) {
+      const bool two = !paged && random.one_in(3);
+      const i64 item = paged ? 584 : std::vector<i64>{16, 576, 1152, 24, 3}[random() % 5];
+      KvBuffers b[2];
+      for (int pair = 0; pair < 1 + two; ++pair) {
+        const i64 hb = paged ? host_rows / 64 * kPage : host_rows * item, db = paged ? device_rows / 64 * kPage : device_rows * item;
+        host.push_back(std::make_unique<Pinned>(hb, seed + static_cast<unsigned>(host.size())));
+        plain.push_back(std::make_unique<Bytes>(at(hb)));
+        std::memcpy(plain.back()->host(), host.back()->data(), at(hb));
+        device.push_back(std::make_unique<Bytes>(at(db)));
+        for (i64 i = 0; i < db; ++i) static_cast<u8*>(device.back()->host())[i] = static_cast<u8>(random() >> 5);
+        device.back()->upload();
+        all.push_back(device.back().get());
+        for (int where = 0; where < 2; ++where) {
+          void *h = where ? static_cast<void*>(host.back()->data()) : plain.back()->host(),
+               *d = where ? device.back()->device() : device.back()->host();
+          const Device cpu{DeviceType::kCpu, 0, where == 1}, dev{where ? DeviceType::kCuda : DeviceType::kCpu, 0};
+          const TensorView hv = paged ? TensorView(h, DType::kUInt8, {hb}, cpu) : TensorView(h, DType::kUInt8, {host_rows, item}, cpu);
+          const TensorView dv = paged ? TensorView(d, DType::kUInt8, {db}, dev) : TensorView(d, DType::kUInt8, {device_rows, item}, dev);
+          (pair ? b[where].host_cache_v : b[where].host_cache) = hv;
+          (pair ? b[where].device_buffer_v : b[where].device_buffer) = dv;
+        }
+      }
+      for (int where = 0; where < 2; ++where) layers[where].back().push_back(b[where]);
+    }
+  }
+  for (int where = 0; where < 2; ++where)
+    for (i64 g = 0; g < G; ++g) {
+      const Where w = where ? Where::kDevice : Where::kHost;
+      const Group& x = own[at(g)];
+      groups[where].push_back({{x.tokens->view(w), locs.view(w), x.stamps->view(w), x.hints->view(w), x.clock->view(w)},
+                               layers[where][at(g)].data(),
+                               static_cast<i64>(layers[where][at(g)].size())});
+    }
+  const i64 page = random.pick(1, 7), pages = (L + page - 1) / page;
+  std::vector<i64> reserved(at(host_rows / page));
+  std::iota(reserved.begin(), reserved.end(), 0);
+  std::shuffle(reserved.begin(), reserved.end(), random);
+  reserved.resize(at(R * pages));
+  Pair<i64> reserve({R, pages}, reserved), committed({R, L}, std::vector<i64>(at(R * L), -1));
+  Pair<i32> lengths({R}, std::vector<i32>(at(R), 0));
+  for (Bytes* b : std::initializer_list<Bytes*>{&committed, &lengths}) all.push_back(b);
+  const i64 B = R + 1;  // the last row is padding at least
+  Pair<i64> requests({B});
+  Pair<i32> width({B}), taken({B}), real({1}), out({B, P});
+  all.push_back(&out);
+  const auto same = [&](const char* when, int which) {
+    const Seen seen(all);
+    for (std::size_t i = 0; i < all.size(); ++i) ASSERT_EQ(seen.difference(*all[i]), "") << "array " << i << ", " << when << ' ' << which;
+    for (std::size_t i = 0; i < host.size(); ++i)
+      ASSERT_EQ(std::memcmp(host[i]->data(), plain[i]->host(), plain[i]->size()), 0) << "host pool " << i << ", " << when << ' ' << which;
+  };
+  const OwnStream stream;
+  const auto step = [&](Where where, Stream to) {
+    const int i = where == Where::kDevice;
+    OpenWindowParams open;
+    open.groups = groups[i].data(), open.num_groups = G, open.requests = requests.view(where), open.widths = width.view(where);
+    open.num_real_reqs = real.view(where), open.lengths = lengths.view(where), open.locs = out.view(where);
+    open_window(open, to);
+    AcceptWindowParams p;
+    p.groups = groups[i].data(), p.num_groups = G, p.layout = paged ? RowLayout::kDsv4Paged : RowLayout::kLinear;
+    p.requests = open.requests, p.widths = open.widths, p.accepted = taken.view(where), p.num_real_reqs = open.num_real_reqs;
+    p.lengths = open.lengths, p.reserved_rows = reserve.view(where), p.page_size = page, p.host_cache_locs = committed.view(where);
+    accept_window(p, to);
+  };
+  std::unique_ptr<Captured> graph;
+  for (int round = 0; round < rounds; ++round) {
+    std::vector<i64> ids(at(R));
+    std::iota(ids.begin(), ids.end(), 0);
+    std::shuffle(ids.begin(), ids.end(), random);
+    const i64 n = random.pick(0, R);
+    std::vector<i32> widths(at(B), 99), accepted(at(B), 99);
+    for (i64 b = 0; b < n; ++b) {
+      widths[at(b)] = static_cast<i32>(random.pick(0, std::min(P, L - lengths.values()[ids[at(b)]])));
+      accepted[at(b)] = static_cast<i32>(random.pick(0, widths[at(b)]));
+    }
+    ids.push_back(-5);
+    {
+      const Uploads together;
+      requests.set(ids), width.set(widths), taken.set(accepted), real.set({static_cast<i32>(n)});
+    }
+    step(Where::kHost, {});
+    if (round == 0) {
+      step(Where::kDevice, stream);
+      ASSERT_TRUE(stream.synchronize());
+      graph = std::make_unique<Captured>(stream, [&](Stream to) { step(Where::kDevice, to); });
+    } else {
+      ASSERT_TRUE(graph->replay());
+    }
+    ASSERT_NO_FATAL_FAILURE(same("round", round));
+  }
+  // A row whose request, length, width or count is none is left alone; its neighbour is served. The last: one request twice.
+  const i64 n = std::min<i64>(R, 2);
+  for (int fault = 0; fault < 4; ++fault) {
+    std::vector<i64> ids(at(B), 0);
+    std::vector<i32> widths(at(B), 0), accepted(at(B), 0);
+    if (fault == 0) ids[0] = R + 7;
+    if (fault == 1) widths[0] = static_cast<i32>(P + 1);
+    if (fault == 2) accepted[0] = 1;
+    if (n == 2) ids[1] = fault == 3 ? 0 : 1;
+    {
+      const Uploads together;
+      requests.set(ids), width.set(widths), taken.set(accepted), real.set({static_cast<i32>(n)});
+    }
+    std::fill_n(out.values(), B * P, -1);
+    ASSERT_TRUE(graph->replay());
+    ASSERT_NO_FATAL_FAILURE(same("fault", fault));
+  }
+  // Rows by index, any direction: to the host, back, inside the device buffer; in all layers of a group that have rows of one size.
+  std::vector<TensorView> hosts[2], devices[2];
+  for (int i = 0; i < 2; ++i)
+    for (const KvBuffers& b : layers[i][0])
+      if (b.host_cache.sizes[b.host_cache.ndim - 1] == layers[i][0][0].host_cache.sizes[b.host_cache.ndim - 1])
+        hosts[i].push_back(b.host_cache), devices[i].push_back(b.device_buffer);
+  for (int direction = 0; direction < 3; ++direction) {
+    const i64 most = direction == 0 ? host_rows : device_rows, sources = direction == 1 ? host_rows : device_rows;
+    const i64 count = random.pick(0, direction == 2 ? device_rows / 2 : std::min<i64>(most, 60)), budget = random.pick(0, 3);
+    std::vector<i32> from(at(count)), to(at(most));
+    std::iota(to.begin(), to.end(), 0);
+    std::shuffle(to.begin(), to.end(), random);
+    for (i64 i = 0; i < count; ++i)
+      from[at(i)] = direction == 2 ? to[to.size() - 1 - at(i)] : static_cast<i32>(random.pick(-1, sources - 1));
+    to.resize(at(count));
+    Pair<i32> src({count}), dst({count});
+    if (count > 0) src.set(from), dst.set(to);
+    for (const Where where : {Where::kHost, Where::kDevice}) {
+      const int i = where == Where::kDevice;
+      CopyRowsParams p;
+      p.src = direction == 1 ? hosts[i].data() : devices[i].data(), p.dst = direction == 0 ? hosts[i].data() : devices[i].data();
+      p.num_layers = static_cast<i64>(hosts[i].size()), p.layout = paged ? RowLayout::kDsv4Paged : RowLayout::kLinear;
+      p.src_rows = src.view(where), p.dst_rows = dst.view(where), p.sm_budget = budget;
+      copy_rows(p, stream);
+    }
+    ASSERT_TRUE(stream.synchronize());
+    ASSERT_NO_FATAL_FAILURE(same("direction", direction));
+  }
+}
+
+TEST(HisparseCopyGpu, WindowsAndStagingEqualTheCpu) {
+  SPECSTATE_NEEDS_GPU();
+  for (unsigned seed = 1; seed <= (small() ? 2u : 30u) && !HasFailure(); ++seed) window_world(seed, small() ? 4 : 8);
+}
+
+}  // namespace
