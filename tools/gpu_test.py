@@ -26,6 +26,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import xml.etree.ElementTree as ET
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -37,6 +38,7 @@ EVIDENCE = ROOT / "tests" / "gpu" / "evidence.json"
 FAMILIES = ("hisparse", "kda", "draft_kv", "accept", "engine")
 turns = itertools.count()
 TOOLS = ("racecheck", "initcheck", "memcheck", "synccheck")
+PARTS = {"racecheck": 3}  # the slowest: so many processes, each with a part of a program's tests
 
 
 def family_of(name):
@@ -45,10 +47,13 @@ def family_of(name):
     return next((f for f in FAMILIES if name.startswith(f)), "binding")
 
 
-def environment():
-    """The package of this tree; libraries that the machine lacks lie beside ours. Every program sees all GPUs, each time another one first."""
+def environment(jobs):
+    """The package of this tree; libraries that the machine lacks lie beside ours. Every program sees all GPUs, each time another one first, and has its
+    share of the processors: threads of some fifty programs on all of them would wait for each other."""
     lib = str(BUILD / "lib")
     e = dict(os.environ, PYTHONDONTWRITEBYTECODE="1", SPECSTATE_LIBRARY_PATH=lib)
+    for variable in ("SPECSTATE_NUM_THREADS", "OMP_NUM_THREADS"):
+        e.setdefault(variable, str(max(1, len(os.sched_getaffinity(0)) // jobs)))
     gpus = visible_gpus()
     first = next(turns) % len(gpus)
     e["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
@@ -71,12 +76,12 @@ def gpu_names():
         return []
 
 
-def run_theirs(path, results, timeout, wheel):
+def run_theirs(path, results, timeout, e):
     """What came of each test of one of sglang's files: {file::Class.test: "passed", "failed: why" or "not applicable: why"}."""
     report = results / f"sglang-{path.stem}.xml"
     report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "sglang_in_name", f"--junitxml={report}", str(path)]
-    e = environment() | wheel
+    e = dict(e)
     e["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests" / "gpu"), e["PYTHONPATH"]])
     with open(report.with_suffix(".log"), "wb") as out:
         if run_within(timeout, command, stdout=out, stderr=subprocess.STDOUT, env=e) is None:
@@ -115,22 +120,23 @@ def sanitizer():
     return shutil.which("compute-sanitizer") or next((str(p) for p in [pathlib.Path("/usr/local/cuda/bin/compute-sanitizer")] if p.exists()), None)
 
 
-def sanitize(tool, program, results, timeout):
-    """Errors that the tool reports in the program, None if it gave no verdict; and the log."""
-    log = results / f"{program.name}.{tool}.log"
+def sanitize(tool, program, part, results, timeout, e):
+    """Errors that the tool reports in a part (i, of n) of the program's tests, None if it gave no verdict; the log; and the seconds."""
+    log = results / (f"{program.name}.{tool}.log" if part == (0, 1) else f"{program.name}.{tool}.{part[0] + 1}.log")
     command = [sanitizer(), "--tool", tool, "--error-exitcode", "0", "--print-limit", "20", *([] if tool != "memcheck" else ["--leak-check", "no"])]
     if program.suffix == ".py":
         command += [sys.executable, str(program), "1", "150"]
     else:
         command += [str(program)] + ([tool] if program.name == "planted_fault" else ["--gtest_brief=1"])
+    start = time.monotonic()
     with open(log, "wb") as out:
-        small = dict(environment(), GPU_TEST_SMALL="1", PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+        small = dict(e, GPU_TEST_SMALL="1", PYTORCH_NO_CUDA_MEMORY_CACHING="1", GTEST_SHARD_INDEX=str(part[0]), GTEST_TOTAL_SHARDS=str(part[1]))
         if run_within(timeout, command, stdout=out, stderr=subprocess.STDOUT, env=small) is None:
             out.write(b"\ngpu_test: ran past its limit\n")
     text = log.read_text(errors="replace")
     found = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", text)
     failed = re.search(r"\[  FAILED  \]|ran past its limit|^Traceback|the GPU faulted|supports says", text, re.M)
-    return (None if not found or failed else sum(map(int, found))), log
+    return (None if not found or failed else sum(map(int, found))), log, time.monotonic() - start
 
 
 def pack(folder, wheel):
@@ -220,14 +226,15 @@ def main():
     theirs = [p for p in sorted((ROOT / "tests" / "gpu" / "of_sglang").glob("test_*.py")) if "sglang" in options.only.split(",") or wanted(p.name)]
     garbled_calls = ROOT / "tests" / "gpu" / "gpu_calls.py"  # of every family: nothing outside an array may be touched
     sanitized = [] if options.no_sanitizers or not programs else [(tool, p) for tool in TOOLS for p in programs] + [("memcheck", garbled_calls)]
+    parts_of = {run: [(i, PARTS.get(run[0], 1)) for i in range(PARTS.get(run[0], 1))] for run in sanitized}
     planted = []
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         # the longest first
         if sanitized and sanitizer():
-            planted = [pool.submit(sanitize, tool, BUILD / "gpu-tests" / "planted_fault", results, options.timeout) for tool in TOOLS]
-            verdicts = [pool.submit(sanitize, *run, results, options.timeout) for run in sanitized]
-        tests = [pool.submit(run_one, name, command, results, options.timeout, environment() | wheel) for name, command in tasks]
-        tables = [pool.submit(run_theirs, path, results, options.timeout, wheel) for path in theirs]
+            planted = [pool.submit(sanitize, tool, BUILD / "gpu-tests" / "planted_fault", (0, 1), results, options.timeout, environment(options.jobs)) for tool in TOOLS]
+            verdicts = [[pool.submit(sanitize, *run, part, results, options.timeout, environment(options.jobs)) for part in parts_of[run]] for run in sanitized]
+        tests = [pool.submit(run_one, name, command, results, options.timeout, environment(options.jobs) | wheel) for name, command in tasks]
+        tables = [pool.submit(run_theirs, path, results, options.timeout, environment(options.jobs) | wheel) for path in theirs]
 
         for (name, _), future in zip(tasks, tests):
             r = future.result()
@@ -253,16 +260,19 @@ def main():
             families[family_of(programs[0].name)]["failed"] += 1
         elif sanitized:
             found = [future.result() for future in planted]
-            blind = [tool for tool, (errors, _) in zip(TOOLS, found) if not errors]
-            for tool, (_, log) in zip(TOOLS, found):
+            blind = [tool for tool, (errors, *_) in zip(TOOLS, found) if not errors]
+            for tool, (_, log, _) in zip(TOOLS, found):
                 if tool in blind:
                     print(f"FAILED {tool} did not report the planted fault:\n" + log.read_text(errors="replace")[-1500:])
-            for (tool, program), future in zip(sanitized, verdicts):
-                errors, log = future.result()
+            for (tool, program), futures in zip(sanitized, verdicts):
+                runs = [future.result() for future in futures]
+                errors = None if any(e is None for e, *_ in runs) else sum(e for e, *_ in runs)
                 good = errors == 0 and tool not in blind
-                print(f"{'ok' if good else 'FAILED':6} {tool:10} {program.name:36} {'no verdict' if errors is None else errors} errors", flush=True)
-                if errors != 0:
-                    print("\n".join("    " + line for line in log.read_text(errors="replace").splitlines()[-40:]))
+                print(f"{'ok' if good else 'FAILED':6} {tool:10} {program.name:36} {'no verdict' if errors is None else errors} errors  "
+                      f"{', '.join(f'{seconds:.1f}' for *_, seconds in runs)} s", flush=True)
+                for reported, log, _ in runs:
+                    if reported != 0:
+                        print("\n".join("    " + line for line in log.read_text(errors="replace").splitlines()[-40:]))
                 f = families.get(family_of(program.name))
                 if f is None:  # garbled calls, where --only has left the binding out
                     continue

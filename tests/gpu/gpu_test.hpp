@@ -8,7 +8,9 @@
 //   on_both(call, {&lens, &x});              // runs, replays a captured graph, compares
 //
 // A test binary links the shared library that is shipped, so the CPU results are those of the very build.
+#include <cuda.h>
 #include <cuda_runtime.h>
+#include <dlfcn.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -312,17 +314,24 @@ class Captured {
     if (graph_) cudaGraphDestroy(graph_);
   }
   /// How many kernels the call launches.
-  std::size_t kernels() const {
-    std::size_t n = 0, kernels = 0;
-    if (!graph_ || cudaGraphGetNodes(graph_, nullptr, &n) != cudaSuccess) return 0;
+  std::size_t kernels() const { return blocks().size(); }
+  /// And of how many blocks each. (The driver's question: another copy of the runtime does not know the library's kernels.)
+  std::vector<std::int64_t> blocks() const {
+    static const auto parameters = reinterpret_cast<int (*)(cudaGraphNode_t, CUDA_KERNEL_NODE_PARAMS_v2*)>(
+        dlsym(dlopen("libcuda.so.1", RTLD_NOW), "cuGraphKernelNodeGetParams_v2"));
+    std::size_t n = 0;
+    if (!graph_ || cudaGraphGetNodes(graph_, nullptr, &n) != cudaSuccess) return {};
     std::vector<cudaGraphNode_t> nodes(n);
     cudaGraphGetNodes(graph_, nodes.data(), &n);
+    std::vector<std::int64_t> blocks;
     for (cudaGraphNode_t node : nodes) {
       cudaGraphNodeType type{};
       cudaGraphNodeGetType(node, &type);
-      kernels += type == cudaGraphNodeTypeKernel;
+      if (type != cudaGraphNodeTypeKernel) continue;
+      CUDA_KERNEL_NODE_PARAMS_v2 p = {};
+      blocks.push_back(parameters(node, &p) == 0 ? std::int64_t{p.gridDimX} * p.gridDimY * p.gridDimZ : -1);
     }
-    return kernels;
+    return blocks;
   }
   ::testing::AssertionResult replay() const {
     if (!ok_) return ::testing::AssertionFailure() << "the call could not be captured: " << cudaGetErrorString(cudaGetLastError());

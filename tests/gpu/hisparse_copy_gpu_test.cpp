@@ -1,9 +1,8 @@
 // Rows on their way on the GPU as on the CPU: replays of plans, on a side stream too, paged transfers, staging and windows.
-#include "hisparse_gpu.hpp"
-
 #include <chrono>
 #include <thread>
 
+#include "hisparse_gpu.hpp"
 #include "specstate/hisparse.hpp"
 #include "specstate/hisparse_steps.hpp"
 
@@ -65,7 +64,6 @@ TEST(HisparseCopyGpu, PageableHostMemoryIsRefused) {
     EXPECT_STREQ(e.what(), "replay_plan: host_cache: expected pinned host memory, got pageable host memory.");
   }
 }
-
 
 // ------------------------------------------------------------------------------------------------------------- streams
 

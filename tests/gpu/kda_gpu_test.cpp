@@ -977,17 +977,31 @@ TEST_F(KdaGpu, FoldOfAllLayersIsALoopWithTracks) {
         all["state"].download();
         EXPECT_TRUE(all["state"].host == want) << "rows " << rows << " flush " << flush << " bf16 " << state_bf16;
         EXPECT_TRUE(!flush || c.settled());
+        if (rows || flush) continue;
+        const gpu_test::OwnStream stream;
+        EXPECT_EQ(gpu_test::Captured(stream, [&](Stream to) { fold(f, to); }).kernels(), 1u);
       }
   }
 }
 
+/// By plain calls and by replays of a graph.
 TEST_F(KdaGpu, SameBitsInAHundredRuns) {
   Options o;
   o.lens = {8, 5, 8, 1};
   Case c(o);
   for (bool exact : {true, false}) {
     const auto first = c.on_gpu(exact);
-    for (int i = 0, runs = gpu_test::small() ? 1 : 99; i < runs; ++i) ASSERT_EQ(c.on_gpu(exact), first) << i;
+    VerifyParams p = c.verify_params(true);
+    p.exact = exact;
+    const gpu_test::OwnStream stream;
+    const gpu_test::Captured graph(stream, [&](Stream to) { verify(p, to); });
+    for (int i = 0, runs = gpu_test::small() ? 1 : 100; i < runs; ++i) {
+      ASSERT_EQ(c.on_gpu(exact), first) << i;
+      for (const auto& name : c.outputs()) c.b[name].poison_device();
+      SPECSTATE_GPU(cudaDeviceSynchronize());  // the graph's stream waits for no other
+      ASSERT_TRUE(graph.replay());
+      ASSERT_EQ(c.taken(c.outputs()), first) << "replay " << i;
+    }
   }
 }
 
