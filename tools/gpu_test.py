@@ -6,7 +6,9 @@
                                           tests and benchmarks need of an unpacked wheel of sglang; there, in FOLDER: python3 tools/gpu_test.py
 
 Runs the binaries build/release/gpu-tests/*_gpu_test and the files tests/gpu/test_*.py (the latter need torch), then each binary again
-under compute-sanitizer's four tools on small shapes (GPU_TEST_SMALL=1), after each tool has found a planted fault.
+under compute-sanitizer's four tools on small shapes (GPU_TEST_SMALL=1), after each tool has found a planted fault. The tests come first, because programs
+take turns on a GPU and one under a tool keeps it for long; with --share they use it at the same time (CUDA's multi-process service), but for
+those that look at the GPU's memory.
 sglang's own kernel tests, where they lie in tests/gpu/of_sglang/ (they are sglang's, so they are carried and never committed), run against
 our functions (tests/gpu/sglang_in_name.py); what came of each is in the evidence under "sglang" (tools/sglang_table.py writes it into
 docs/compatibility.md). Kernels of sglang that its tests compare with come from an unpacked wheel in `wheel`, if there is one.
@@ -16,6 +18,7 @@ The last line is `N passed, N failed, N skipped`.
 
 import argparse
 import concurrent.futures
+import contextlib
 import datetime
 import functools
 import itertools
@@ -26,6 +29,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import xml.etree.ElementTree as ET
 
@@ -38,7 +42,8 @@ EVIDENCE = ROOT / "tests" / "gpu" / "evidence.json"
 FAMILIES = ("hisparse", "kda", "draft_kv", "accept", "engine")
 turns = itertools.count()
 TOOLS = ("racecheck", "initcheck", "memcheck", "synccheck")
-PARTS = {"racecheck": 3}  # the slowest: so many processes, each with a part of a program's tests
+PARTS = {"racecheck": 2}  # the slowest: so many processes, each with a part of a program's tests
+APART = ("engine_gpu_test", "test_binding_gpu", "test_calls_gpu", "test_engine")  # begin the names of what looks at memory, or may use up all of it
 
 
 def family_of(name):
@@ -60,6 +65,24 @@ def environment(jobs):
     e["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, [lib, e.get("LD_LIBRARY_PATH")]))
     e["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "python"), e.get("PYTHONPATH")]))
     return e
+
+
+@contextlib.contextmanager
+def shared(wanted):
+    """The environment of programs that share the GPU; empty where the service does not start."""
+    control = shutil.which("nvidia-cuda-mps-control")
+    if not wanted or not control:
+        yield {}
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        e = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        said = subprocess.run([control, "-d"], env=dict(os.environ, **e), capture_output=True, text=True)
+        if said.returncode:
+            print(f"gpu_test: the GPU is not shared: {(said.stdout + said.stderr).strip()}")
+        try:
+            yield {} if said.returncode else e
+        finally:
+            subprocess.run([control], input="quit\n", env=dict(os.environ, **e), capture_output=True, text=True, timeout=60)
 
 
 def visible_gpus():
@@ -198,6 +221,7 @@ def main():
     parser.add_argument("--wheel", type=pathlib.Path, default=ROOT / "wheel", help="the unpacked wheel of sglang 0.5.23, or what --pack has taken of it")
     parser.add_argument("--only", default="", help="files whose name contains one of these, separated by commas; leaves the evidence of other families alone")
     parser.add_argument("--no-sanitizers", action="store_true")
+    parser.add_argument("--share", action="store_true", help="tests use the GPU at the same time, where CUDA's multi-process service starts")
     parser.add_argument("--jobs", type=int, default=4, help="programs at a time; they take turns on the GPUs")
     parser.add_argument("--timeout", type=int, default=300, help="seconds for one program")
     parser.add_argument("--evidence", type=pathlib.Path, default=EVIDENCE)
@@ -228,13 +252,13 @@ def main():
     sanitized = [] if options.no_sanitizers or not programs else [(tool, p) for tool in TOOLS for p in programs] + [("memcheck", garbled_calls)]
     parts_of = {run: [(i, PARTS.get(run[0], 1)) for i in range(PARTS.get(run[0], 1))] for run in sanitized}
     planted = []
-    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        # the longest first
+    with shared(options.share) as service, concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        tests = [pool.submit(run_one, name, command, results, options.timeout, environment(options.jobs) | wheel | ({} if name.startswith(APART) else service))
+                 for name, command in tasks]
+        tables = [pool.submit(run_theirs, path, results, options.timeout, environment(options.jobs) | wheel) for path in theirs]
         if sanitized and sanitizer():
             planted = [pool.submit(sanitize, tool, BUILD / "gpu-tests" / "planted_fault", (0, 1), results, options.timeout, environment(options.jobs)) for tool in TOOLS]
             verdicts = [[pool.submit(sanitize, *run, part, results, options.timeout, environment(options.jobs)) for part in parts_of[run]] for run in sanitized]
-        tests = [pool.submit(run_one, name, command, results, options.timeout, environment(options.jobs) | wheel) for name, command in tasks]
-        tables = [pool.submit(run_theirs, path, results, options.timeout, environment(options.jobs) | wheel) for path in theirs]
 
         for (name, _), future in zip(tasks, tests):
             r = future.result()

@@ -1,6 +1,4 @@
 // Acceptance on the GPU equals the CPU's, to the last byte.
-#include <optional>
-
 #include "gpu_test.hpp"
 #include "specstate/accept.hpp"
 
@@ -14,7 +12,6 @@ template <class Token>
 void greedy_case(std::int64_t b, std::int64_t w, bool capped, unsigned seed) {
   SCOPED_TRACE(::testing::Message() << "b " << b << ", w " << w << ", capped " << capped);
   std::mt19937 random(seed);
-  std::optional<Uploads> together(std::in_place);
   Pair<Token> candidates({b, w}), target({b, w}), tokens({b, w});
   Pair<std::int32_t> lens({b}), verify_lens({b});
   const auto draw = [&](int) {
@@ -25,7 +22,6 @@ void greedy_case(std::int64_t b, std::int64_t w, bool capped, unsigned seed) {
     candidates.set(c), target.set(t), verify_lens.set(n);
   };
   draw(0);
-  together.reset();
   on_both(
       [&](Where where, Stream stream) {
         VerifyGreedyParams p;
@@ -145,7 +141,6 @@ void rejection_case(const RejectionShape& c, DType p_type, DType q_type, unsigne
                                     << c.levels << ", types " << name_of(p_type) << " " << name_of(q_type));
   std::mt19937 random(seed);
   const auto uniform = [&] { return static_cast<double>(random() >> 8) * 0x1p-24; };
-  std::optional<Uploads> together(std::in_place);
   Pair<Token> candidates({c.b, c.w}), tokens({c.b, c.w});
   Pair<std::int32_t> lens({c.b}), verify_lens({c.b});
   Pair<P> p({c.b, c.w, c.vocab}, p_type);
@@ -179,7 +174,6 @@ void rejection_case(const RejectionShape& c, DType p_type, DType q_type, unsigne
     candidates.set(tok), p.set(ps), q.set(qs), u.set(us), verify_lens.set(n);
   };
   change(0);
-  together.reset();
   on_both(
       [&](Where where, Stream stream) {
         VerifyRejectionParams x;
@@ -233,7 +227,6 @@ void plan_case(std::int64_t b, std::int64_t g, std::int64_t probes, bool lagged,
   SCOPED_TRACE(::testing::Message() << "b " << b << ", G " << g << ", probes " << probes << ", lagged " << lagged << ", capped " << capped
                                     << ", levels " << levels);
   std::mt19937 random(seed);
-  std::optional<Uploads> together(std::in_place);
   Pair<Real> now({b, g}), before({b, g}), speed({std::max<std::int64_t>(probes, 1)});
   Pair<std::int64_t> tokens({std::max<std::int64_t>(probes, 1)}), caps({b});
   Pair<std::int32_t> lens({b});
@@ -251,7 +244,6 @@ void plan_case(std::int64_t b, std::int64_t g, std::int64_t probes, bool lagged,
     now.set(x), before.set(y), speed.set(s), tokens.set(t), caps.set(n);
   };
   change(0);
-  together.reset();
   on_both(
       [&](Where where, Stream stream) {
         PlanVerifyLengthsParams p;

@@ -122,55 +122,46 @@ class Arena {
   std::size_t used_ = 0, live_ = 0;
 };
 
-/// Pinned memory through which arrays cross: any number of them with one wait.
+/// Pinned memory through which arrays cross without a wait. Where many programs share a GPU a wait takes a turn of all of them, milliseconds: what
+/// goes up is enqueued in the legacy stream, which the tests' streams and their graphs come after, and what comes down (Seen) waits once for all.
 class Crossing {
  public:
   static Crossing& get() {
     static Crossing c;
     return c;
   }
-  /// On its way; there after settle().
   void up(void* device, const void* host, std::size_t bytes) {
     for (std::size_t done = 0; done < bytes;) {
-      if (used_ == size_) settle(), grow(kSize);
-      const std::size_t n = std::min(bytes - done, size_ - used_);
-      std::memcpy(memory_ + used_, static_cast<const char*>(host) + done, n);
-      cudaMemcpyAsync(static_cast<char*>(device) + done, memory_ + used_, n, cudaMemcpyHostToDevice, nullptr);
+      if (used_ == up_.size) wait(), grow(up_, kUp);
+      const std::size_t n = std::min(bytes - done, up_.size - used_);
+      std::memcpy(up_.memory + used_, static_cast<const char*>(host) + done, n);
+      cudaMemcpyAsync(static_cast<char*>(device) + done, up_.memory + used_, n, cudaMemcpyHostToDevice, nullptr);
       used_ += n, done += n;
     }
   }
-  void settle() {
-    cudaDeviceSynchronize();
-    used_ = 0;
-  }
-  /// Memory for so many bytes that come down. What went up has arrived.
   unsigned char* down(std::size_t bytes) {
-    settle();
-    grow(bytes);
-    return memory_;
+    grow(down_, bytes);
+    return down_.memory;
   }
-  int deferred = 0;  // Uploads that live
+  cudaError_t wait() {
+    used_ = 0;
+    return cudaDeviceSynchronize();
+  }
 
  private:
-  static constexpr std::size_t kSize = std::size_t{16} << 20;
-  void grow(std::size_t bytes) {
-    if (bytes <= size_) return;
-    cudaFreeHost(memory_);
-    if (cudaMallocHost(&memory_, bytes) != cudaSuccess) throw std::bad_alloc();
-    size_ = bytes;
+  static constexpr std::size_t kUp = std::size_t{16} << 20;
+  struct Pinned {
+    unsigned char* memory = nullptr;
+    std::size_t size = 0;
+  };
+  static void grow(Pinned& p, std::size_t bytes) {
+    if (bytes <= p.size) return;
+    cudaFreeHost(p.memory);
+    if (cudaMallocHost(&p.memory, bytes) != cudaSuccess) throw std::bad_alloc();
+    p.size = bytes;
   }
-  unsigned char* memory_ = nullptr;
-  std::size_t size_ = 0, used_ = 0;
-};
-
-/// Arrays that are set while one lives are on the device when it ends: one wait for all of them.
-struct Uploads {
-  Uploads() { ++Crossing::get().deferred; }
-  Uploads(const Uploads&) = delete;
-  Uploads& operator=(const Uploads&) = delete;
-  ~Uploads() {
-    if (--Crossing::get().deferred == 0) Crossing::get().settle();
-  }
+  Pinned up_, down_;
+  std::size_t used_ = 0;
 };
 
 /// An array of raw bytes in host and device memory. The device's copy lies between red zones.
@@ -207,16 +198,12 @@ class Bytes {
 
  private:
   friend class Seen;
-  /// Waits, unless Uploads does: the tests' streams do not wait for the copy.
-  void send() {
-    Crossing::get().up(device(), host_.data(), host_.size());
-    if (Crossing::get().deferred == 0) Crossing::get().settle();
-  }
+  void send() { Crossing::get().up(device(), host_.data(), host_.size()); }
   std::vector<unsigned char, AlignedAllocator<unsigned char>> host_, pristine_;
   unsigned char* block_ = nullptr;
 };
 
-/// What the device holds of several arrays, fetched with one wait. Valid until an array is set or another one made.
+/// What the device holds of several arrays, fetched with one wait, which is for everything that was enqueued before. Valid until another one is made.
 class Seen {
  public:
   explicit Seen(const std::vector<const Bytes*>& arrays) {
@@ -229,7 +216,7 @@ class Seen {
       cudaMemcpyAsync(at, b->block_, n, cudaMemcpyDeviceToHost, nullptr);
       at += n;
     }
-    status_ = cudaDeviceSynchronize();
+    status_ = Crossing::get().wait();
   }
   const unsigned char* of(const Bytes& b) const {
     for (const auto& [array, at] : places_)
@@ -285,10 +272,10 @@ class Pair : public Bytes {
   TensorView view_;
 };
 
-/// A stream of its own: not the legacy one, which a capture refuses.
+/// A stream of its own: not the legacy one, which a capture refuses, but behind it (Crossing).
 class OwnStream {
  public:
-  OwnStream() { cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking); }
+  OwnStream() { cudaStreamCreate(&stream_); }
   ~OwnStream() { cudaStreamDestroy(stream_); }
   operator Stream() const { return {stream_}; }  // NOLINT: implicit on purpose
   cudaStream_t native() const { return stream_; }
@@ -333,10 +320,14 @@ class Captured {
     }
     return blocks;
   }
-  ::testing::AssertionResult replay() const {
+  ::testing::AssertionResult launch() const {
     if (!ok_) return ::testing::AssertionFailure() << "the call could not be captured: " << cudaGetErrorString(cudaGetLastError());
     if (cudaGraphLaunch(exec_, stream_.native()) != cudaSuccess) return ::testing::AssertionFailure() << "cudaGraphLaunch";
-    return stream_.synchronize();
+    return ::testing::AssertionSuccess();
+  }
+  ::testing::AssertionResult replay() const {
+    const auto launched = launch();
+    return launched ? stream_.synchronize() : launched;
   }
 
  private:
@@ -351,7 +342,7 @@ using Call = std::function<void(Where, Stream)>;
 /// `call` on the CPU, on the GPU, and `replays` times by a captured graph, each time from the arrays' pristine content after `change`
 /// has drawn new inputs (it sets Pairs). All arrays must be equal to the last byte after each.
 inline void on_both(const Call& call, std::initializer_list<Bytes*> arrays, const std::function<void(int)>& change = {}, int replays = 3) {
-  const OwnStream stream;
+  static const OwnStream stream;
   const auto compare = [&](const char* how, int round) {
     const Seen seen({arrays.begin(), arrays.end()});
     int i = 0;
@@ -360,21 +351,16 @@ inline void on_both(const Call& call, std::initializer_list<Bytes*> arrays, cons
       ++i;
     }
   };
-  const auto reset = [&](int round) {
-    const Uploads together;
-    if (change && round > 0) change(round);
-    for (Bytes* b : arrays) b->reset();
-  };
-  reset(0);
-  call(Where::kHost, {});
+  for (Bytes* b : arrays) b->reset();
   call(Where::kDevice, stream);
-  ASSERT_TRUE(stream.synchronize());
+  call(Where::kHost, {});  // meanwhile
   compare("plain call", 0);
   const Captured graph(stream, [&](Stream s) { call(Where::kDevice, s); });
   for (int round = 1; round <= replays; ++round) {
-    reset(round);
+    if (change) change(round);
+    for (Bytes* b : arrays) b->reset();
+    ASSERT_TRUE(graph.launch());
     call(Where::kHost, {});
-    ASSERT_TRUE(graph.replay());
     compare("replay", round);
   }
 }

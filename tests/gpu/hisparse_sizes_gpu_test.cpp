@@ -53,7 +53,7 @@ void published_shape(i64 requests, i64 steps, i64 top_k, i64 hot, i64 item, int 
       std::shuffle(first, first + fresh, random);
     }
     tokens.set(t);
-    for (const Where where : {Where::kHost, Where::kDevice}) {
+    for (const Where where : {Where::kDevice, Where::kHost}) {
       SwapInParams p;
       p.top_k_tokens = tokens.view(where), p.seq_lens = lens.view(where), p.req_pool_indices = ids.view(where);
       p.host_cache_locs = host_locs.view(where), p.buffers.host_cache = host.rows(host_rows, item, where),

@@ -1,7 +1,5 @@
 // Swaps on the GPU equal the CPU's, to the last byte of every table and pool, call after call on states that live on: the native state, sglang's,
 // the single step and the replay of its plan, and rows that only their contents show to be wrong.
-#include <optional>
-
 #include "hisparse_gpu.hpp"
 #include "specstate/hisparse.hpp"
 
@@ -26,7 +24,6 @@ struct World {
   /// `requests`: how many, 0: a few; `hot` slots, 0: as many as fall.
   World(unsigned seed, bool large, bool native, bool single, i64 requests = 0, i64 hot = 0)
       : random(seed * 2654435761u + 17), R(random.pick(1, large ? 6 : 5)), H(large ? random.pick(300, 4200) : random.pick(1, 80)) {
-    const Uploads together;
     if (requests > 0) R = requests;
     if (hot > 0) H = hot;
     P = single ? random.pick(1, 6) : random.pick(0, large ? 70 : 6);
@@ -97,11 +94,18 @@ struct World {
     return b;
   }
   RowLayout layout() const { return paged ? RowLayout::kDsv4Paged : RowLayout::kLinear; }
+  std::string difference() const {
+    std::vector<const Bytes*> all;
+    for (const auto& [name, array] : arrays) all.push_back(array);
+    const Seen seen(all);
+    for (const auto& [name, array] : arrays)
+      if (const std::string d = seen.difference(*array); !d.empty()) return std::string(name) + ": " + d;
+    return {};
+  }
 };
 
 /// The arrays of one call, of a shape that stays so that a captured graph can be replayed with other contents.
 struct Selection {
-  std::optional<Uploads> together{std::in_place};  // until all are made
   i64 B, real, S, K;
   Pair<i32> tokens, out, miss_dst, miss_count, num_real, misses, hits, lens32;
   Pair<i64> miss_src, requests, lens;
@@ -122,12 +126,9 @@ struct Selection {
         miss_src({B, S * K}),
         requests({B}),
         lens({B, S}),
-        plan(plan) {
-    together.reset();
-  }
+        plan(plan) {}
 
   void draw(World& w, bool inside_lens) {
-    const Uploads at_once;
     Random& random = w.random;
     real = std::min<i64>(random.pick(0, B), w.R);
     if (!random.one_in(4)) real = std::min(B, w.R);
@@ -200,17 +201,16 @@ struct Selection {
 template <class Call>
 ::testing::AssertionResult run_shapes(World& w, Selection& s, int replays, bool inside_lens, bool counts, std::size_t launches, i64 budget,
                                       Call&& call) {
-  const OwnStream stream;
+  static const OwnStream stream;
   s.draw(w, inside_lens);
   const auto check = [&](const char* how) -> ::testing::AssertionResult {
-    if (const auto done = stream.synchronize(); !done) return done;
+    call(Where::kHost, Stream{});  // while the GPU works
     const std::string d = s.difference(w, counts);
     if (d.empty()) return ::testing::AssertionSuccess();
     return ::testing::AssertionFailure() << how << ": " << d << " (R " << w.R << ", H " << w.H << ", P " << w.P << ", L " << w.L << ", C "
                                          << w.C << ", item " << w.item << ", paged " << w.paged << ", two " << w.two << ", B " << s.B
                                          << ", S " << s.S << ", K " << s.K << ")";
   };
-  call(Where::kHost, Stream{});
   call(Where::kDevice, stream);
   if (const auto same = check("plain call"); !same) return same;
   if (replays == 0) return ::testing::AssertionSuccess();
@@ -221,8 +221,7 @@ template <class Call>
                                          << ", the first of " << (blocks.empty() ? 0 : blocks[0]) << " blocks";
   for (int i = 0; i < replays; ++i) {
     s.draw(w, inside_lens);
-    call(Where::kHost, Stream{});
-    if (const auto done = graph.replay(); !done) return done;
+    if (const auto launched = graph.launch(); !launched) return launched;
     if (const auto same = check("replay"); !same) return same;
   }
   return ::testing::AssertionSuccess();
@@ -257,8 +256,7 @@ void native_world(unsigned seed, bool large, int shapes, int replays) {
     const OwnStream stream;
     reset_swap_state(state.view(w, Where::kHost));
     reset_swap_state(state.view(w, Where::kDevice), {}, stream);
-    ASSERT_TRUE(stream.synchronize());
-    for (const auto& [name, array] : w.arrays) ASSERT_EQ(array->difference(), "") << name << " after reset";
+    ASSERT_EQ(w.difference(), "") << "after reset";
   }
   if (seed % 7 == 0) {  // the clock restarts in mid-life
     for (i64 r = 0; r < w.R; ++r) state.clock.values()[r] = static_cast<i32>((1 << 30) - 1 - w.random.pick(0, 3));
@@ -291,8 +289,7 @@ void native_world(unsigned seed, bool large, int shapes, int replays) {
     Pair<i32> valid({1}, {static_cast<i32>(w.R - 1)});
     reset_swap_state(state.view(w, Where::kHost), valid.view(Where::kHost));
     reset_swap_state(state.view(w, Where::kDevice), one.view(Where::kDevice));
-    SPECSTATE_GPU(cudaDeviceSynchronize());
-    for (const auto& [name, array] : w.arrays) ASSERT_EQ(array->difference(), "") << name << " after the reset of one request";
+    ASSERT_EQ(w.difference(), "") << "after the reset of one request";
   }
 }
 
@@ -461,7 +458,6 @@ TEST(HisparseSwapGpu, BadIdsAreInvalidRows) {
     s.lens.set(std::vector<i64>(ids.size() * 2, w.L));
     s.tokens.set(std::vector<i32>(ids.size() * 16, 1));
     call(s);
-    SPECSTATE_GPU(cudaDeviceSynchronize());
     std::fill_n(s.out.values(), ids.size() * 16, -1);
     for (Pair<i32>* p : {&s.miss_count, &s.misses, &s.hits}) std::fill_n(p->values(), ids.size(), 0);
     EXPECT_EQ(s.difference(w, true), "") << "request " << ids[0];
@@ -474,7 +470,6 @@ TEST(HisparseSwapGpu, BadIdsAreInvalidRows) {
     w.slot_locs->values()[w.H - 1] = static_cast<i32>(w.device_rows);
     w.slot_locs->upload();
     call(s);
-    SPECSTATE_GPU(cudaDeviceSynchronize());
     std::fill_n(s.out.values(), 16, -1);
     for (Pair<i32>* p : {&s.miss_count, &s.misses, &s.hits}) std::fill_n(p->values(), 1, 0);
     EXPECT_EQ(s.difference(w, true), "");
@@ -520,11 +515,10 @@ TEST(HisparseSwapGpu, BadSingleStepRowsAreInvalid) {
         swap_in_single(p);
       };
       call(Where::kDevice, 0, B);
-      SPECSTATE_GPU(cudaDeviceSynchronize());
       call(Where::kHost, 1, 1);
       for (i64 i = 0; i < K; ++i) out.values()[i] = -1, out.values()[2 * K + i] = B == 3 ? -1 : 77;
-      EXPECT_EQ(out.difference(), "");
-      for (const auto& [name, array] : w.arrays) EXPECT_EQ(array->difference(), "") << name;
+      w.arrays.emplace_back("out", &out);
+      EXPECT_EQ(w.difference(), "");
     }
 }
 
