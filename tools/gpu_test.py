@@ -27,6 +27,7 @@ import os
 import pathlib
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -35,7 +36,7 @@ import xml.etree.ElementTree as ET
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
-from run_tests import run_one, run_within  # noqa: E402
+from run_tests import end_with_all, run_one, run_within  # noqa: E402
 
 BUILD = ROOT / "build" / "release"
 EVIDENCE = ROOT / "tests" / "gpu" / "evidence.json"
@@ -232,6 +233,7 @@ def main():
     if gpu is None:
         print("gpu_test: this machine has no NVIDIA GPU (nvidia-smi found none); nothing was tested", file=sys.stderr)
         return 1
+    signal.signal(signal.SIGTERM, end_with_all)
     digests = json.loads((BUILD / "source_digests.json").read_text())
     results = BUILD / "gpu-test-results"
     results.mkdir(parents=True, exist_ok=True)

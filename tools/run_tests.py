@@ -10,6 +10,7 @@ a test that silently stopped running is a failure too.
 
 import argparse
 import concurrent.futures
+import contextlib
 import ctypes
 import json
 import os
@@ -70,12 +71,26 @@ def run_within(seconds, command, **options):
     """subprocess.Popen and its exit status, or None where the time ran out: then it is gone with everything that it started (a program under
     compute-sanitizer would otherwise live on and share the GPU with what is measured next)."""
     process = subprocess.Popen(command, start_new_session=True, **options)
+    RUNNING.add(process.pid)
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         return None
+    finally:
+        RUNNING.discard(process.pid)
+
+
+RUNNING = set()
+
+
+def end_with_all(*_):
+    """A handler of SIGTERM: what run_within has started ends, too."""
+    for pid in list(RUNNING):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+    os._exit(143)
 
 
 def run_one(name, command, results, timeout, environment):

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import subprocess
 import sys
 import time
 
@@ -89,7 +90,22 @@ def test_who_runs_too_long_takes_its_children_along(tmp_path):
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}, sys.argv[1]])"
     assert run_tests.run_within(None, [sys.executable, "-c", "raise SystemExit(3)"]) == 3
     assert run_tests.run_within(2, [sys.executable, "-c", parent, str(tmp_path / "pid")]) is None
-    stat = pathlib.Path("/proc", (tmp_path / "pid").read_text(), "stat")
+    gone(tmp_path / "pid")
+
+
+def test_who_is_ended_takes_all_along(tmp_path):
+    child = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
+    runner = f"import signal, sys, run_tests; signal.signal(signal.SIGTERM, run_tests.end_with_all); run_tests.run_within(60, [sys.executable, '-c', {child!r}, sys.argv[1]])"
+    process = subprocess.Popen([sys.executable, "-c", runner, str(tmp_path / "pid")], env=dict(os.environ, PYTHONPATH=str(ROOT / "tools")))
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(20) == 143
+    gone(tmp_path / "pid")
+
+
+def gone(pid_file):
+    stat = pathlib.Path("/proc", pid_file.read_text(), "stat")
     for _ in range(100):  # its new parent reaps it
         if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
             return
