@@ -284,8 +284,8 @@ void native_world(unsigned seed, bool large, int shapes, int replays) {
       swap_in(p, stream);
     }));
   }
-  if (w.R > 1) {                                                                 // one request starts anew
-    Pair<i32> one({3}, {static_cast<i32>(w.R - 1), -4, static_cast<i32>(w.R)});  // ids outside are ignored on the GPU
+  if (w.R > 1) {                                                                             // one request starts anew
+    Pair<i32> one({2}, {static_cast<i32>(w.R - 1), seed % 2 ? -4 : static_cast<i32>(w.R)});  // ids outside are ignored on the GPU
     Pair<i32> valid({1}, {static_cast<i32>(w.R - 1)});
     reset_swap_state(state.view(w, Where::kHost), valid.view(Where::kHost));
     reset_swap_state(state.view(w, Where::kDevice), one.view(Where::kDevice));
