@@ -13,13 +13,13 @@ import argparse
 import json
 import os
 import pathlib
-import subprocess
+import signal
 import sys
 import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
-from run_tests import run_within  # noqa: E402
+from run_tests import end_with_all, run_within  # noqa: E402
 
 BUILD = ROOT / "build" / "release"
 FAMILIES = ("accept", "draft_kv", "hisparse", "kda", "step")
@@ -61,16 +61,18 @@ def environment():
 
 
 def measure(options):
+    """Yields what is known after each part."""
     with tempfile.TemporaryDirectory() as folder:
         report, quick = None, ["--quick"] if options.quick else []
         for family in [options.only] if options.only else FAMILIES:  # one that fails takes no other with it
             ours = pathlib.Path(folder) / f"{family}-ours.json"
-            subprocess.run([str(BUILD / "specstate"), "bench", family, "--device", "cuda", "--json", str(ours), *quick], env=environment())
+            run_within(None, [str(BUILD / "specstate"), "bench", family, "--device", "cuda", "--json", str(ours), *quick], env=environment())
             if not ours.exists():
                 print(f"gpu_bench: {family} was not measured", file=sys.stderr)
                 continue
             fresh = json.loads(ours.read_text())
             report = {**fresh, "results": (report["results"] if report else []) + fresh["results"]}
+            yield report
         if report is None:
             sys.exit("gpu_bench: nothing was measured")
         for family in PEERS:
@@ -83,7 +85,7 @@ def measure(options):
                 print(f"gpu_bench: peers of {family} " + ("ran past --peer-seconds" if status is None else f"ended with status {status}"), file=sys.stderr)
             if theirs.exists():
                 report = with_peers(report, json.loads(theirs.read_text()))
-    return report
+                yield report
 
 
 def main():
@@ -95,9 +97,11 @@ def main():
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--record", type=pathlib.Path, metavar="FILE")
     options = parser.parse_args()
-    report = json.loads(options.record.read_text()) if options.record else measure(options)
+    signal.signal(signal.SIGTERM, end_with_all)
+    for report in [json.loads(options.record.read_text())] if options.record else measure(options):
+        if options.out:
+            options.out.write_text(json.dumps(report, indent=1) + "\n")
     if options.out:
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
         return 0
     if options.quick:
         parser.error("expected full measurements to record, got --quick (name --out)")
