@@ -43,8 +43,8 @@ EVIDENCE = ROOT / "tests" / "gpu" / "evidence.json"
 FAMILIES = ("hisparse", "kda", "draft_kv", "accept", "engine")
 turns = itertools.count()
 TOOLS = ("racecheck", "initcheck", "memcheck", "synccheck")
-PARTS = {"racecheck": 2}  # the slowest: so many processes, each with a part of a program's tests
-APART = ("engine_gpu_test", "test_binding_gpu", "test_calls_gpu", "test_engine")  # begin the names of what looks at memory, or may use up all of it
+PARTS = {"kda_gpu_test": 4, "draft_kv_gpu_test": 3, "hisparse_swap_gpu_test": 3}  # racecheck is slow: so many processes, each with a part of the tests
+APART = ("engine_gpu_test", "test_memory_gpu")  # they look at the memory of the GPU
 
 
 def family_of(name):
@@ -251,16 +251,17 @@ def main():
     families, wheel = {}, options.wheel.exists() and {"SGLANG_WHEEL": str(options.wheel.resolve())} or {}
     theirs = [p for p in sorted((ROOT / "tests" / "gpu" / "of_sglang").glob("test_*.py")) if "sglang" in options.only.split(",") or wanted(p.name)]
     garbled_calls = ROOT / "tests" / "gpu" / "gpu_calls.py"  # of every family: nothing outside an array may be touched
-    sanitized = [] if options.no_sanitizers or not programs else [(tool, p) for tool in TOOLS for p in programs] + [("memcheck", garbled_calls)]
-    parts_of = {run: [(i, PARTS.get(run[0], 1)) for i in range(PARTS.get(run[0], 1))] for run in sanitized}
+    sanitized = [] if options.no_sanitizers or not programs else [("memcheck", garbled_calls)] + [(tool, p) for tool in TOOLS for p in programs]
+    parts = {run: PARTS.get(run[1].name, 1) if run[0] == "racecheck" else 1 for run in sanitized}
+    sanitized.sort(key=lambda run: -parts[run])  # the longest first
     planted = []
     with shared(options.share) as service, concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        tests = [pool.submit(run_one, name, command, results, options.timeout, environment(options.jobs) | wheel | ({} if name.startswith(APART) else service))
+        tests = [pool.submit(run_one, name, command, results, options.timeout, environment(options.jobs) | wheel | ({} if name in APART else service))
                  for name, command in tasks]
         tables = [pool.submit(run_theirs, path, results, options.timeout, environment(options.jobs) | wheel) for path in theirs]
         if sanitized and sanitizer():
             planted = [pool.submit(sanitize, tool, BUILD / "gpu-tests" / "planted_fault", (0, 1), results, options.timeout, environment(options.jobs)) for tool in TOOLS]
-            verdicts = [[pool.submit(sanitize, *run, part, results, options.timeout, environment(options.jobs)) for part in parts_of[run]] for run in sanitized]
+            verdicts = [[pool.submit(sanitize, *run, part, results, options.timeout, environment(options.jobs)) for part in [(i, parts[run]) for i in range(parts[run])]] for run in sanitized]
 
         for (name, _), future in zip(tasks, tests):
             r = future.result()

@@ -12,7 +12,7 @@ namespace {
 TEST(HisparseSoakGpu, AMillionSteps) {
   SPECSTATE_NEEDS_GPU();
   const char* given = std::getenv("HISPARSE_SOAK_STEPS");
-  const i64 steps = given ? std::atoll(given) : small() ? 12 : 1000000, every = small() ? 4 : 20000;
+  const i64 steps = given ? std::atoll(given) : small() ? 6 : 1000000, every = small() ? 3 : 20000;
   constexpr i64 R = 3, H = 24, P = 4, L = 96, kItem = 48, S = 2, K = 10, kSets = 512;
   Random random(77);
   Pinned host(R * L * kItem);
