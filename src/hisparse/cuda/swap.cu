@@ -65,7 +65,8 @@ struct Plan {
   u32 context, tail;
   // Ordinary calls: strides of the selection and the answers in elements (step, place), of the request's hints and host rows in bytes.
   std::int32_t token_step, token_place, out_step, out_place, hint_bytes, host_bytes;
-  bool bulk;  // tables can be copied in bulk
+  bool bulk;                    // tables can be copied in bulk
+  layout::PolicyWord clock{1};  // sglang's
   Divider by_step, by_cluster;
   u32 box, box_bytes, firsts;              // one a CTA each: what it saw hit; which of its occurrences were first
   u32 claims;                              // their table
@@ -579,9 +580,10 @@ struct Swap {
 #pragma unroll 1
     for (u32 j = threadIdx.x; j < all; j += kPolicyThreads) {
       const u32 v = served()[j < moves_ ? j : back(j - moves_)];
-      if (v >= kInSlot) set_bit(seen(rank), kInSlot + kLastSlot - v);
+      if (v < kInSlot) continue;
+      set_bit(seen(rank), kInSlot + kLastSlot - v);
+      ptx::fence_async();  // (by few: it waits for what is under way)
     }
-    ptx::fence_async();
   }
 
   // ------------------------------------------------------------------------------------------- what the CTAs tell each other
@@ -1000,9 +1002,11 @@ struct Swap {
   /// Counters and clock, by one warp of CTA 0.
   __device__ __forceinline__ void finish(u32 misses, u32 victims, u32 spare) const {
     u32 found = 0;
+    if constexpr (kNative<Args>) {
 #pragma unroll 4
-    for (u32 w = lane_id(); w < plan.columns_words; w += 32) found += __popc(words(plan.hits)[w]);
-    found = __reduce_add_sync(kFull, found);
+      for (u32 w = lane_id(); w < plan.columns_words; w += 32) found += __popc(words(plan.hits)[w]);
+      found = __reduce_add_sync(kFull, found);
+    }
     if (lane_id() != 0) return;
     if (x.plan.src) x.plan.count(b) = static_cast<std::int32_t>(victims + spare);
     if constexpr (kNative<Args>) {
@@ -1010,7 +1014,7 @@ struct Swap {
       if (x.unique_misses) x.unique_misses(b) = static_cast<std::int32_t>(misses);
       if (x.unique_hits) x.unique_hits(b) = static_cast<std::int32_t>(found);
     } else {
-      x.policy(0, r) = static_cast<std::int32_t>(layout::PolicyWord(x.hot).pack((now.origin + victims) % hot(), now.call));
+      x.policy(0, r) = static_cast<std::int32_t>(plan.clock.pack(slot_of(victims), now.call));
       counter(layout::Counter::kPublishedMisses) = static_cast<std::int32_t>(misses);
       counter(layout::Counter::kRunningMisses) = 0;
       counter(layout::Counter::kRunningHits) = 0;
@@ -1036,12 +1040,12 @@ struct Swap {
       now.call = now.restart ? 1u : static_cast<u32>(clock) + 1;
       return clock >= 0 && clock <= layout::kMaxClock;
     } else {
-      const layout::PolicyWord word(x.hot);
       const u32 control = static_cast<u32>(clock);
       now.restart = false;
-      now.call = word.next_epoch(control);
-      now.epoch_mask = word.epoch_mask();
-      now.origin = word.cursor(control) % hot();
+      now.call = plan.clock.next_epoch(control);
+      now.epoch_mask = plan.clock.epoch_mask();
+      now.origin = 0;
+      now.origin = slot_of(plan.clock.cursor(control));  // (less than twice the slots)
       now.generation = layout::next_generation(static_cast<u32>(asked.generation));
       return true;
     }
@@ -1280,6 +1284,7 @@ Plan make_plan(const Args& x, u32 cluster, bool ordinary, bool spare) {
   p.cluster = cluster;
   p.slice = std::max<u32>(128, (O + 128 * cluster - 1) / (128 * cluster) * 128);
   p.words = p.slice * cluster / 32;
+  p.clock = layout::PolicyWord(x.hot);
   p.columns_words = (W + 31) / 32;
   p.hot_words = (H + 31) / 32;
   p.scratch_words = static_cast<u32>((x.scratch + 31) / 32);
