@@ -225,6 +225,7 @@ def main():
     parser.add_argument("--share", action="store_true", help="tests use the GPU at the same time, where CUDA's multi-process service starts")
     parser.add_argument("--jobs", type=int, default=4, help="programs at a time; they take turns on the GPUs")
     parser.add_argument("--timeout", type=int, default=300, help="seconds for one program")
+    parser.add_argument("--seconds", type=float, default=86400, help="for all of it: what has not ended by then has no verdict")
     parser.add_argument("--evidence", type=pathlib.Path, default=EVIDENCE)
     options = parser.parse_args()
     if options.pack:
@@ -234,6 +235,7 @@ def main():
         print("gpu_test: this machine has no NVIDIA GPU (nvidia-smi found none); nothing was tested", file=sys.stderr)
         return 1
     signal.signal(signal.SIGTERM, end_with_all)
+    end = time.monotonic() + options.seconds
     digests = json.loads((BUILD / "source_digests.json").read_text())
     results = BUILD / "gpu-test-results"
     results.mkdir(parents=True, exist_ok=True)
@@ -256,12 +258,16 @@ def main():
     sanitized.sort(key=lambda run: -parts[run])  # the longest first
     planted = []
     with shared(options.share) as service, concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        tests = [pool.submit(run_one, name, command, results, options.timeout, environment(options.jobs) | wheel | ({} if name in APART else service))
-                 for name, command in tasks]
-        tables = [pool.submit(run_theirs, path, results, options.timeout, environment(options.jobs) | wheel) for path in theirs]
+
+        def submit(function, *arguments, e):
+            """With what time is left when its turn comes."""
+            return pool.submit(lambda: function(*arguments, results, max(1, min(options.timeout, end - time.monotonic())), environment(options.jobs) | e))
+
+        tests = [submit(run_one, name, command, e=wheel | ({} if name in APART else service)) for name, command in tasks]
+        tables = [submit(run_theirs, path, e=wheel) for path in theirs]
         if sanitized and sanitizer():
-            planted = [pool.submit(sanitize, tool, BUILD / "gpu-tests" / "planted_fault", (0, 1), results, options.timeout, environment(options.jobs)) for tool in TOOLS]
-            verdicts = [[pool.submit(sanitize, *run, part, results, options.timeout, environment(options.jobs)) for part in [(i, parts[run]) for i in range(parts[run])]] for run in sanitized]
+            planted = [submit(sanitize, tool, BUILD / "gpu-tests" / "planted_fault", (0, 1), e={}) for tool in TOOLS]
+            verdicts = [[submit(sanitize, *run, (i, parts[run]), e={}) for i in range(parts[run])] for run in sanitized]
 
         for (name, _), future in zip(tasks, tests):
             r = future.result()
