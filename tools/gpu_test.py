@@ -44,7 +44,7 @@ FAMILIES = ("hisparse", "kda", "draft_kv", "accept", "engine")
 turns = itertools.count()
 TOOLS = ("racecheck", "initcheck", "memcheck", "synccheck")
 PARTS = {"kda_gpu_test": 4, "draft_kv_gpu_test": 3, "hisparse_swap_gpu_test": 3}  # racecheck is slow: so many processes, each with a part of the tests
-APART = ("engine_gpu_test", "test_memory_gpu")  # they look at the memory of the GPU
+APART = ("engine_gpu_test", "test_memory_gpu", "test_engine_ranks_gpu")  # they look at the memory of the GPU, or kill who uses it
 
 
 def family_of(name):

@@ -65,6 +65,10 @@ def run_cell(command, device, prompts, cell, tokens):
     return found
 
 
+def key_of(cell):
+    return cell["mode"], cell["temperature"], cell["force_accept"], cell.get("at_once")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--command", default=str(ROOT / "build" / "release" / "specstate"))
@@ -72,28 +76,38 @@ def main():
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time")
     parser.add_argument("--record", nargs="?", const="", help=f"write {evidence_of('cpu').relative_to(ROOT)}, with --device cuda {evidence_of('cuda').name}; or the named file")
+    parser.add_argument("--resume", action="store_true", help="cells that the recorded file has already, of the same sources, are not run again")
     options = parser.parse_args()
     prompts = sorted((MODEL / "prompts").glob("*.txt"))
     if len(prompts) < PROMPTS:
         raise SystemExit(f"expected {PROMPTS} held-out prompts, found {len(prompts)}")
     prompts = sorted(sorted(prompts, key=lambda p: p.stat().st_size)[:PROMPTS])
+    path = None if options.record is None else pathlib.Path(options.record) if options.record else evidence_of(options.device)
+    head = {"source_digest": built_digest(), "date": datetime.date.today().isoformat(), "tokens": options.tokens, "prompts": [p.name for p in prompts]}
+    if options.device == "cuda":
+        head = {"device": gpu_name(), **head}
+    known = {}
+    if options.resume and path and path.exists():
+        before = json.loads(path.read_text())
+        if all(before[k] == head[k] for k in head if k != "date"):
+            known = {key_of(cell): cell for cell in before["cells"]}
+
+    def run(cell):
+        mode, temperature, force, batch = cell
+        return known.get((mode, temperature, force, batch if options.device == "cuda" else None)) or run_cell(options.command, options.device, prompts, cell, options.tokens)
+
     cells = []
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        for cell in pool.map(lambda c: run_cell(options.command, options.device, prompts, c, options.tokens), cells_of(options.device)):
+        for cell in pool.map(run, cells_of(options.device)):
             cells.append(cell)
+            failed = sum(c["prompts"] - c["lossless"] for c in cells)
+            if path:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(json.dumps({**head, "runs": sum(c["prompts"] for c in cells), "not_lossless": failed, "cells": cells}, indent=1) + "\n")
             at_once = f", {cell['at_once']} at once, {cell['dropped']} dropped" if "at_once" in cell else ""
             print(f"{cell['mode']:7} temperature {cell['temperature']:<4} forced {cell['force_accept'] or '-'}{at_once}: {cell['lossless']}/{cell['prompts']} lossless, "
                   f"{cell['mean_accepted_length']} tokens a step", flush=True)
-    failed = sum(c["prompts"] - c["lossless"] for c in cells)
     print(f"{sum(c['prompts'] for c in cells)} runs, {failed} not lossless")
-    if options.record is not None:
-        path = pathlib.Path(options.record) if options.record else evidence_of(options.device)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        evidence = {"source_digest": built_digest(), "date": datetime.date.today().isoformat(), "tokens": options.tokens,
-                    "prompts": [p.name for p in prompts], "runs": sum(c["prompts"] for c in cells), "not_lossless": failed, "cells": cells}
-        if options.device == "cuda":
-            evidence = {"device": gpu_name(), **evidence}
-        path.write_text(json.dumps(evidence, indent=1) + "\n")
     return 1 if failed else 0
 
 
