@@ -549,28 +549,27 @@ struct Swap {
     const u32 moves_ = moves(), all = moves_ + again();
     if (all == 0) return;
 #pragma unroll 1
-    for (u32 base = 4 * (threadIdx.x & ~31u); base < hot(); base += 4 * kResolvers) {
-      const u32 c = base + 4 * lane_id();
-      std::int32_t t[4];
+    for (u32 base = 4 * (threadIdx.x & ~31u); base < hot(); base += 8 * kResolvers) {
+      std::int32_t t[8];
       u32 maybe = 0;
+      const auto column = [&](u32 q, u32 lane) { return base + 4 * lane + q % 4 + q / 4 * 4 * kResolvers; };
 #pragma unroll
-      for (u32 q = 0; q < 4; ++q) t[q] = slot_token(min(c + q, hot() - 1));
+      for (u32 q = 0; q < 8; ++q) t[q] = slot_token(min(column(q, lane_id()), hot() - 1));
 #pragma unroll
-      for (u32 q = 0; q < 4; ++q)
-        if (c + q < hot() && t[q] >= 0 && static_cast<u32>(t[q]) != c + q &&
-            has_bit(words(plan.filter), filter_bit(static_cast<u32>(t[q]))))
-          maybe |= 1u << q;
+      for (u32 q = 0; q < 8; ++q) {  // (without branches: latencies come together)
+        const u32 c = column(q, lane_id()), bit = filter_bit(static_cast<u32>(t[q])), word = words(plan.filter)[bit >> 5];
+        maybe |= (static_cast<u32>((c < hot()) & (t[q] >= 0) & (static_cast<u32>(t[q]) != c)) & word >> (bit & 31u)) << q;
+      }
 #pragma unroll 1
       for (u32 lanes = __ballot_sync(kFull, maybe != 0); lanes != 0; lanes &= lanes - 1) {
-        const u32 lane = __ffs(lanes) - 1, which = __shfl_sync(kFull, maybe, lane);
-#pragma unroll
-        for (u32 q = 0; q < 4; ++q) {
-          const u32 wanted = static_cast<u32>(__shfl_sync(kFull, t[q], lane));
-          if ((which >> q & 1u) == 0) continue;
+        const u32 lane = __ffs(lanes) - 1;
+#pragma unroll 1
+        for (u32 which = __shfl_sync(kFull, maybe, lane); which != 0; which &= which - 1) {
+          const u32 q = __ffs(which) - 1, c = column(q, lane), wanted = static_cast<u32>(slot_token(c));
 #pragma unroll 1
           for (u32 j = lane_id(); j < all; j += 32) {
             const u32 e = j < moves_ ? j : back(j - moves_);
-            if (token()[e] == wanted) atomicMax(served() + e, kInSlot + kLastSlot - (base + 4 * lane + q));
+            if (token()[e] == wanted) atomicMax(served() + e, kInSlot + kLastSlot - c);
           }
         }
       }
@@ -885,8 +884,15 @@ struct Swap {
 
   // ------------------------------------------------------------------------------------- sglang's index, kept for its kernel
 
+  /// Whether slot and entry agree. What the slots held before this call is here; only what it puts into a victim is not.
   __device__ __forceinline__ bool live(i64 e) const {
     if (e < 0 || layout::entry_slot(e) >= x.hot) return false;
+    if constexpr (kOrdinary) {
+      const u32 slot = static_cast<u32>(layout::entry_slot(e)), ring = slot >= now.origin ? slot - now.origin : slot + hot() - now.origin;
+      const bool same = static_cast<u32>(slot_token(slot)) == layout::entry_token(e);
+      if (!has_bit(words(plan.victims), ring)) return same;
+      if (same) return false;  // leaves
+    }
     const auto* token = reinterpret_cast<const volatile std::int32_t*>(&x.slot_tokens(r, layout::entry_slot(e)));
     return static_cast<u32>(*token) == layout::entry_token(e);
   }
@@ -896,16 +902,16 @@ struct Swap {
   __device__ __forceinline__ i64 index_look(int bank, u32 token) const {
     return static_cast<i64>(*reinterpret_cast<volatile unsigned long long*>(index_at(bank, token)));
   }
-  __device__ __forceinline__ bool index_erase(int bank, u32 slot, std::int32_t token) const {
+  __device__ __forceinline__ void index_erase(int bank, u32 slot, std::int32_t token) const {
     const auto e = static_cast<unsigned long long>(layout::index_entry(slot, static_cast<u32>(token)));
-    return atomicCAS(index_at(bank, static_cast<u32>(token)), e, static_cast<unsigned long long>(layout::kIndexDeleted)) == e;
+    atomicCAS(index_at(bank, static_cast<u32>(token)), e, static_cast<unsigned long long>(layout::kIndexDeleted));
   }
-  /// `there`: what the first bank has in its place.
-  __device__ __forceinline__ bool index_insert(u32 slot, std::int32_t token, i64 there) const {
+  /// `first`, `second`: what the banks have in its places.
+  __device__ __forceinline__ bool index_insert(u32 slot, std::int32_t token, i64 first, i64 second) const {
     i64 e = layout::index_entry(slot, static_cast<u32>(token));
 #pragma unroll 1
     for (int bank = 0; bank < 2; ++bank) {
-      if (bank == 1) there = index_look(1, layout::entry_token(e));
+      i64 there = bank == 0 ? first : second;
       while (!live(there) || layout::entry_token(there) == layout::entry_token(e)) {
         const auto old = static_cast<i64>(
             atomicCAS(index_at(bank, layout::entry_token(e)), static_cast<unsigned long long>(there), static_cast<unsigned long long>(e)));
@@ -967,9 +973,12 @@ struct Swap {
   /// before the index can name it: the exchange has come back by then. So an entry that its slot does not confirm is free, whatever other
   /// CTAs are at. The first of what is done for a token comes back together: each is a way through the queue of rows.
   __device__ __forceinline__ void index_loaded() const {
+    constexpr u32 kOthers = kResolvers - kPolicyThreads;
     const u32 victims = words(plan.victims_before)[plan.hot_words];
 #pragma unroll 1
-    for (u32 e = threadIdx.x - kPolicyThreads; e < moves(); e += kResolvers - kPolicyThreads) {
+    for (u32 i = threadIdx.x - kPolicyThreads; (i & ~(kOthers - 1)) < moves(); i += kOthers) {
+      const u32 e = i & ~(kOthers - 1) | (i & 31u) * (kOthers / 32) | i % kOthers / 32;  // a few for each warp: the slowest decides
+      if (e >= moves()) continue;
       const u32 first = served()[e];
       if (first == kAnswered) continue;
       const u32 u = number_of(first);
@@ -977,9 +986,9 @@ struct Swap {
       const u32 slot = victim(u);
       const auto t = static_cast<std::int32_t>(token()[e]), old = slot_token(slot);
       const std::int32_t before = atomicExch(&x.slot_tokens(r, slot), t);
-      const i64 there = index_look(0, static_cast<u32>(t));
-      if (old >= 0 && !index_erase(0, slot, old)) index_erase(1, slot, old);
-      if (before != t && !index_insert(slot, t, there))  // (it differs; asked so that it is here)
+      const i64 there[2] = {index_look(0, static_cast<u32>(t)), index_look(1, static_cast<u32>(t))};
+      if (old >= 0) index_erase(0, slot, old), index_erase(1, slot, old);
+      if (before != t && !index_insert(slot, t, there[0], there[1]))  // (it differs; asked so that it is here)
         atomicOr(reinterpret_cast<u32*>(&counter(layout::Counter::kGeneration)), layout::kDegraded);
     }
   }
