@@ -128,7 +128,9 @@ def group(name, xs, kind):
     raise refusal(TypeError, f"{expected}, got {kind_of(xs)}.")
 
 
-def renamed(error, names):
-    """The error of a call that calls the library's arguments otherwise: `names` has the library's names and the call's."""
-    pattern = r"(?<![\w.])(" + "|".join(names) + r")\b"
-    return type(error)(re.sub(pattern, lambda found: names[found[0]], str(error)))
+def rename(error, names):
+    """Of a call that calls the library's arguments otherwise: `names` has the library's names and the call's. The error stays what it is, with its cause
+    and notes."""
+    text = re.sub(r"(?<![\w.])(" + "|".join(names) + r")\b", lambda found: names[found[0]], str(error))
+    if text != str(error):
+        error.args = (text,)

@@ -8,7 +8,7 @@ An argument of the wrong kind raises TypeError, a wrong dtype, shape, device or 
 NotImplementedError; the text begins with the function and names the argument, and nothing is written then.
 """
 
-from ._arguments import kind_of, refusal, renamed
+from ._arguments import kind_of, refusal, rename
 from ._arrays import array_in, array_out, empty_like, shape_of
 from ._library import at_once, function
 from ._stream import stream_handle
@@ -58,7 +58,8 @@ def verify_greedy(candidates, target_argmax, *, verify_lens=None, out=None, stre
             stream_handle(stream, candidates),
         )
     except ValueError as error:
-        raise renamed(error, _OUT) from None
+        rename(error, _OUT)
+        raise
     return accept_lens, out_tokens
 
 
@@ -93,7 +94,8 @@ def verify_rejection(candidates, draft_probs, target_probs, uniforms, *, verify_
             stream_handle(stream, candidates),
         )
     except ValueError as error:
-        raise renamed(error, _OUT) from None
+        rename(error, _OUT)
+        raise
     return accept_lens, out_tokens
 
 

@@ -23,7 +23,7 @@ Under sglang's names the texts are sglang's where it has one, and RuntimeErrors 
 
 from typing import Any, NamedTuple
 
-from ._arguments import describe, flag, group, integer, integers, kind_of, refusal, renamed, size
+from ._arguments import describe, flag, group, integer, integers, kind_of, refusal, rename, size
 from ._arrays import array_in, array_out, dtype_of, empty_like, is_cuda, shape_of, tensor, undispatched
 from ._library import at_once, function
 from ._stream import stream_handle
@@ -210,7 +210,8 @@ def swap_in(
             stream_handle(stream, top_k_tokens),
         )
     except ValueError as error:
-        raise renamed(error, _OUT) from None
+        rename(error, _OUT)
+        raise
     return out
 
 
@@ -250,7 +251,8 @@ def swap_in_single(
     try:
         _single("swap_in_single", **arguments)
     except ValueError as error:
-        raise renamed(error, _OUT) from None
+        rename(error, _OUT)
+        raise
     return out
 
 
@@ -628,7 +630,8 @@ class Coordinator:
         try:
             return function("hisparse_coordinator_" + name)(self._handle, *numbers, *arguments)
         except ValueError as error:
-            raise renamed(error, self._NAMES) from None
+            rename(error, self._NAMES)
+            raise
 
     def _stream(self, stream):
         return stream_handle(stream, self._like)

@@ -20,7 +20,7 @@ Under sglang's names the texts are sglang's where it has one.
 from math import prod
 from typing import Any, NamedTuple
 
-from ._arguments import describe, flag, group, integer, number, optional_number, refusal, renamed
+from ._arguments import describe, flag, group, integer, number, optional_number, refusal, rename
 from ._arrays import array_in, array_out, empty_like, shape_of, tensor
 from ._library import at_once, function
 from ._stream import stream_handle
@@ -330,7 +330,8 @@ def commit_gdn_replayssm_fold_all_layers(checkpoint_state, rawv_cache, rawk_cach
               mamba_steps_to_track, use_qk_l2norm_in_kernel, null_block_id, max_cache_len, num_k_heads, stream,
               ("checkpoint_state", "rawv_cache", "rawk_cache", "g_cache", *_COMMIT_NAMES[4:]))  # fmt: skip
     except (ValueError, NotImplementedError) as error:
-        raise renamed(error, {"commit_kda_replayssm_spec_all_layers": "commit_gdn_replayssm_fold_all_layers", "gk_cache": "g_cache"}) from None
+        rename(error, {"commit_kda_replayssm_spec_all_layers": "commit_gdn_replayssm_fold_all_layers", "gk_cache": "g_cache"})
+        raise
 
 
 def fused_sigmoid_gating_delta_rule_update(A_log, a, dt_bias, softplus_beta, softplus_threshold, q, k, v, b, initial_state_source,
