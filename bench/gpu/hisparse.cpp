@@ -195,13 +195,19 @@ void swaps(Report& report, Gpu& gpu, const Case& c, Parts parts = Parts::kSwap) 
   Report::Keys with_followers = w.keys();
   with_followers["followers"] = "3";
   floor_of(gpu, c, 4, r);
+  SwapInParams both = p;
+  both.followers = followers.data(), both.num_followers = 3;
+  r.ours_us = gpu.cold_us([&](Stream s, int) { swap_in(both, s); }, restore);
+  report.add("swap_and_followers", with_followers, r);
   r.ours_us = gpu.cold_us(
       [&](Stream s, int) {
         swap_in(p, s);
         replay_plan(replay, s);
       },
       restore);
+  with_followers["calls"] = "2";
   report.add("swap_and_followers", with_followers, r);
+  with_followers.erase("calls");
   floor_of(gpu, c, 3, r);
   r.ours_us = gpu.cold_us([&](Stream s, int) { replay_plan(replay, s); });
   report.add("follower_replay", with_followers, r);

@@ -101,6 +101,10 @@ struct SwapInParams {
   TensorView unique_hits;        ///< optional out [>=B] int32: distinct tokens answered by hot or tail slots; 0 for padded rows
   bool skip_io = false;          ///< all bookkeeping, no bytes moved
   std::int64_t sm_budget = 0;    ///< CUDA: most SMs that the call may occupy beside other work, 0: as many as help
+  /// Layers in lockstep that get the same rows of their own pools: as `replay_plan` of `plan`, which must be given, behind this call. On a GPU their
+  /// rows are asked for as soon as the plan stands, while this layer's are still on their way.
+  const KvBuffers* followers = nullptr;
+  std::int64_t num_followers = 0;
 };
 SPECSTATE_API void swap_in(const SwapInParams& params, Stream stream = {});
 

@@ -29,7 +29,47 @@ SwapState state(const Opt& tokens, const Opt& locs, const Opt& stamps, const Opt
           view("state.token_slots", hints), view("state.clock", clock)};
 }
 
+/// Layers from a list for each kind of buffer, which error texts call by `names`; those of V may be empty.
+using Tensors = ffi::Array<ffi::Tensor>;
+constexpr const char *kLayerNames[] = {"host_cache", "device_buffer", "host_cache_v", "device_buffer_v"},
+                     *kFollowerNames[] = {"follower_host_cache", "follower_device_buffer", "follower_host_cache_v",
+                                          "follower_device_buffer_v"};
+std::vector<KvBuffers> layers(const char* const (&names)[4], const Tensors& host, const Tensors& device, const Tensors& host_v,
+                              const Tensors& device_v) {
+  std::vector<KvBuffers> all(host.size());
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    all[i].host_cache = view(names[0], host[i]), all[i].device_buffer = view(names[1], device[i]);
+    if (!host_v.empty()) all[i].host_cache_v = view(names[2], host_v[i]), all[i].device_buffer_v = view(names[3], device_v[i]);
+  }
+  return all;
+}
+
 }  // namespace
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(
+    hisparse_swap_in_followers,
+    [](Opt top_k_tokens, Opt seq_lens, Opt req_pool_indices, Opt num_real_reqs, Opt host_cache_locs, Opt host_cache, Opt device_buffer,
+       Opt host_cache_v, Opt device_buffer_v, Opt slot_tokens, Opt slot_locs, Opt slot_stamps, Opt token_slots, Opt clock, Opt scratch_locs,
+       bool paged, Opt top_k_device_locs, Opt miss_src, Opt miss_dst, Opt miss_count, Opt unique_misses, Opt unique_hits, bool skip_io,
+       std::int64_t sm_budget, ffi::Array<ffi::Tensor> follower_host_cache, ffi::Array<ffi::Tensor> follower_device_buffer,
+       ffi::Array<ffi::Tensor> follower_host_cache_v, ffi::Array<ffi::Tensor> follower_device_buffer_v, std::int64_t s) {
+      guard([&] {
+        SwapInParams p;
+        SPECSTATE_SET(p, top_k_tokens, seq_lens, req_pool_indices, num_real_reqs, host_cache_locs, scratch_locs);
+        SPECSTATE_SET(p, top_k_device_locs, unique_misses, unique_hits);
+        p.buffers = buffers(host_cache, device_buffer, host_cache_v, device_buffer_v);
+        p.state = state(slot_tokens, slot_locs, slot_stamps, token_slots, clock);
+        p.layout = row_layout(paged);
+        p.plan = plan(miss_src, miss_dst, miss_count);
+        p.skip_io = skip_io;
+        p.sm_budget = sm_budget;
+        const std::vector<KvBuffers> followers =
+            layers(kFollowerNames, follower_host_cache, follower_device_buffer, follower_host_cache_v, follower_device_buffer_v);
+        p.followers = followers.data();
+        p.num_followers = static_cast<std::int64_t>(followers.size());
+        swap_in(p, stream(s));
+      });
+    });
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_swap_in,
                               [](Opt top_k_tokens, Opt seq_lens, Opt req_pool_indices, Opt num_real_reqs, Opt host_cache_locs,
@@ -103,36 +143,26 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_swap_in_spec,
                                 });
                               });
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_replay_plan,
-                              [](Opt miss_src, Opt miss_dst, Opt miss_count, Opt num_real_reqs, ffi::Array<ffi::Tensor> host_cache,
-                                 ffi::Array<ffi::Tensor> device_buffer, ffi::Array<ffi::Tensor> host_cache_v,
-                                 ffi::Array<ffi::Tensor> device_buffer_v, std::int64_t item_size_bytes, bool paged, bool skip_io,
-                                 std::int64_t sm_budget, bool one_plan_stride, ffi::String op, std::int64_t s) {
-                                guard([&] {
-                                  std::vector<KvBuffers> followers;
-                                  for (std::size_t i = 0; i < host_cache.size(); ++i) {
-                                    KvBuffers b;
-                                    b.host_cache = view("host_cache", host_cache[i]);
-                                    b.device_buffer = view("device_buffer", device_buffer[i]);
-                                    if (!host_cache_v.empty()) {
-                                      b.host_cache_v = view("host_cache_v", host_cache_v[i]);
-                                      b.device_buffer_v = view("device_buffer_v", device_buffer_v[i]);
-                                    }
-                                    followers.push_back(b);
-                                  }
-                                  ReplayPlanParams p;
-                                  SPECSTATE_SET(p, miss_src, miss_dst, miss_count, num_real_reqs);
-                                  p.followers = followers.data();
-                                  p.num_followers = static_cast<std::int64_t>(followers.size());
-                                  p.item_size_bytes = item_size_bytes;
-                                  p.layout = row_layout(paged);
-                                  p.skip_io = skip_io;
-                                  p.sm_budget = sm_budget;
-                                  p.one_plan_stride = one_plan_stride;
-                                  p.op = op.c_str();
-                                  replay_plan(p, stream(s));
-                                });
-                              });
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_replay_plan, [](Opt miss_src, Opt miss_dst, Opt miss_count, Opt num_real_reqs,
+                                                       ffi::Array<ffi::Tensor> host_cache, ffi::Array<ffi::Tensor> device_buffer,
+                                                       ffi::Array<ffi::Tensor> host_cache_v, ffi::Array<ffi::Tensor> device_buffer_v,
+                                                       std::int64_t item_size_bytes, bool paged, bool skip_io, std::int64_t sm_budget,
+                                                       bool one_plan_stride, ffi::String op, std::int64_t s) {
+  guard([&] {
+    const std::vector<KvBuffers> followers = layers(kLayerNames, host_cache, device_buffer, host_cache_v, device_buffer_v);
+    ReplayPlanParams p;
+    SPECSTATE_SET(p, miss_src, miss_dst, miss_count, num_real_reqs);
+    p.followers = followers.data();
+    p.num_followers = static_cast<std::int64_t>(followers.size());
+    p.item_size_bytes = item_size_bytes;
+    p.layout = row_layout(paged);
+    p.skip_io = skip_io;
+    p.sm_budget = sm_budget;
+    p.one_plan_stride = one_plan_stride;
+    p.op = op.c_str();
+    replay_plan(p, stream(s));
+  });
+});
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_transfer_paged, [](ffi::Array<ffi::Tensor> src, ffi::Array<ffi::Tensor> dst, Opt src_indices,
                                                           Opt dst_indices, std::int64_t sm_budget, std::int64_t s) {

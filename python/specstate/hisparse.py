@@ -164,6 +164,10 @@ def swap_in(
     layout="linear",
     skip_io=False,
     sm_budget=0,
+    follower_host_cache=None,
+    follower_device_buffer=None,
+    follower_host_cache_v=None,
+    follower_device_buffer_v=None,
     out=None,
     stream=None,
 ):
@@ -174,19 +178,24 @@ def swap_in(
     for a V cache; state: SwapState. num_real_reqs [1] int32: rows from there on are padding.
     miss_src [>=B, >=S*K] int64, miss_dst (same) int32, miss_count [>=B] int32: the copies, for `replay_plan`.
     unique_misses, unique_hits [>=B] int32: counts. scratch_locs [R, C] int32: rows for misses that find no hot slot (not needed if S*K <= H).
+    follower_host_cache, follower_device_buffer, follower_host_cache_v, follower_device_buffer_v: a tensor or a list of them, layers in lockstep that get
+    the same rows of their own pools (at least as large as this layer's), as by `replay_plan` of the plan (which must be given) behind this call; on a
+    GPU their rows are asked for while this layer's are on their way.
     Returns the device rows [B, S, K] int32; -1 for tokens outside 0..seq_len-1, without a host row, or for which no row was left.
     """
     if out is None:
         out = empty_like(top_k_tokens, shape_of("top_k_tokens", top_k_tokens), "int32")
     paged = _paged(layout)
+    layers = (follower_host_cache, follower_device_buffer, follower_host_cache_v, follower_device_buffer_v)
+    followers = None if all(x is None for x in layers) else _layers("swap_in", *layers, before="follower_")
     try:
-        if at_once("hisparse_swap_in", (
+        if followers is None and at_once("hisparse_swap_in", (
             top_k_tokens, seq_lens, req_pool_indices, num_real_reqs, host_cache_locs, host_cache, device_buffer, host_cache_v, device_buffer_v,
             *group("state", state, SwapState), scratch_locs, paged, out, miss_src, miss_dst, miss_count, unique_misses, unique_hits, skip_io, sm_budget,
             stream,
         )):  # fmt: skip
             return out
-        function("hisparse_swap_in")(
+        function("hisparse_swap_in" if followers is None else "hisparse_swap_in_followers")(
             array_in("top_k_tokens", top_k_tokens),
             array_in("seq_lens", seq_lens),
             array_in("req_pool_indices", req_pool_indices),
@@ -207,6 +216,7 @@ def swap_in(
             array_out("unique_hits", unique_hits),
             flag("skip_io", skip_io),
             integer("sm_budget", sm_budget),
+            *(followers or ()),
             stream_handle(stream, top_k_tokens),
         )
     except ValueError as error:
@@ -291,6 +301,17 @@ def _list(name, x, array):
     return [tensor(name, array(name, item)) for item in items]
 
 
+def _layers(op, host_cache, device_buffer, host_cache_v, device_buffer_v, before=""):
+    """The layers that a plan is replayed on, as a list for each kind of buffer."""
+    hosts, devices = _list(f"{before}host_cache", host_cache, array_in), _list(f"{before}device_buffer", device_buffer, array_out)
+    hosts_v = [] if host_cache_v is None else _list(f"{before}host_cache_v", host_cache_v, array_in)
+    devices_v = [] if device_buffer_v is None else _list(f"{before}device_buffer_v", device_buffer_v, array_out)
+    for name, x, n in [("device_buffer", devices, len(hosts)), ("host_cache_v", hosts_v, len(hosts)), ("device_buffer_v", devices_v, len(hosts_v))]:
+        if len(x) != n and not (name == "host_cache_v" and not x):
+            raise ValueError(f"{op}: {before}{name}: expected {n} layers, got {len(x)}.")
+    return hosts, devices, hosts_v, devices_v
+
+
 def replay_plan(
     miss_src,
     miss_dst,
@@ -314,21 +335,13 @@ def _replay(
     op, *, miss_src, miss_dst, miss_count, num_real_reqs, host_cache, device_buffer, host_cache_v=None, device_buffer_v=None,
     item_size_bytes=_INFER, paged=False, skip_io=False, sm_budget=0, stream=None, **_,
 ):  # fmt: skip
-    hosts, devices = _list("host_cache", host_cache, array_in), _list("device_buffer", device_buffer, array_out)
-    hosts_v = [] if host_cache_v is None else _list("host_cache_v", host_cache_v, array_in)
-    devices_v = [] if device_buffer_v is None else _list("device_buffer_v", device_buffer_v, array_out)
-    for name, x, n in [("device_buffer", devices, len(hosts)), ("host_cache_v", hosts_v, len(hosts)), ("device_buffer_v", devices_v, len(hosts_v))]:
-        if len(x) != n and not (name == "host_cache_v" and not x):
-            raise ValueError(f"{op}: {name}: expected {n} layers, got {len(x)}.")
+    layers = _layers(op, host_cache, device_buffer, host_cache_v, device_buffer_v)
     function("hisparse_replay_plan")(
         array_in("miss_src", miss_src),
         array_in("miss_dst", miss_dst),
         array_in("miss_count", miss_count),
         array_in("num_real_reqs", num_real_reqs),
-        hosts,
-        devices,
-        hosts_v,
-        devices_v,
+        *layers,
         integer("item_size_bytes", item_size_bytes),
         paged,
         flag("skip_io", skip_io),

@@ -65,7 +65,14 @@ void dispatch(const TensorView& where, const Args& args, const Layers& layers, S
 }
 }  // namespace
 
-void swap_in(const SwapInParams& params, Stream stream) { dispatch(params.top_k_tokens, check(params), stream); }
+void swap_in(const SwapInParams& params, Stream stream) {
+  std::vector<CopyArgs> followers;
+  const SwapInArgs args = check(params, followers);
+  if (followers.empty())
+    dispatch(params.top_k_tokens, args, stream);
+  else
+    dispatch(params.top_k_tokens, args, followers, stream);
+}
 void swap_in_single(const SwapInSingleParams& params, Stream stream) {
   const bool blocks = params.op == std::string_view("load_blocks_to_device_buffer_mha");  // which spells these by its own names
   core::with_names(blocks ? kBlockNames : core::Names{}, [&] { dispatch(params.top_k_tokens, check(params), stream); });

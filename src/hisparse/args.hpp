@@ -138,7 +138,20 @@ struct ReplayPlanArgs {
   std::int64_t batch, capacity;
   std::int64_t sm_budget;
   const char* op;
+  bool early = false;  // CUDA: the swap that records the plan is the kernel before, and publishes it while it is at work
 };
+/// What a swap records, for its followers.
+inline ReplayPlanArgs plan_of(const SwapInArgs& a) {
+  ReplayPlanArgs r{};
+  r.src = {a.plan.src.data, a.plan.src.s0, a.plan.src.s1};
+  r.dst = {a.plan.dst.data, a.plan.dst.s0, a.plan.dst.s1};
+  r.count = {a.plan.count.data, a.plan.count.s0};
+  r.num_real = a.num_real;
+  r.batch = a.batch, r.capacity = a.steps * a.top_k;
+  r.sm_budget = a.sm_budget;
+  r.op = a.op;
+  return r;
+}
 
 struct TransferArgs {
   Integers src, dst;  // [N]
@@ -157,6 +170,7 @@ struct TransferLayer {
 
 namespace cpu {
 void run(const SwapInArgs& args, Stream stream);
+void run(const SwapInArgs& args, const CopyArgs* followers, std::int64_t num_followers, Stream stream);
 void run(const SpecSwapArgs& args, Stream stream);
 void run(const SwapInSingleArgs& args, Stream stream);
 void run(const ReplayPlanArgs& args, const CopyArgs* followers, std::int64_t num_followers, Stream stream);
@@ -166,6 +180,7 @@ void reset(const SwapState& state, const TensorView& requests);
 
 namespace cuda {
 void run(const SwapInArgs& args, Stream stream);
+void run(const SwapInArgs& args, const CopyArgs* followers, std::int64_t num_followers, Stream stream);
 void run(const SpecSwapArgs& args, Stream stream);
 void run(const SwapInSingleArgs& args, Stream stream);
 void run(const ReplayPlanArgs& args, const CopyArgs* followers, std::int64_t num_followers, Stream stream);

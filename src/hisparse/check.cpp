@@ -186,9 +186,32 @@ bool same_view(const TensorView& a, const TensorView& b) {
          std::equal(a.strides, a.strides + std::max(0, a.ndim), b.strides);
 }
 
+namespace {
+bool same_buffers(const KvBuffers& a, const KvBuffers& b) {
+  return same_view(a.host_cache, b.host_cache) && same_view(a.device_buffer, b.device_buffer) &&
+         same_view(a.host_cache_v, b.host_cache_v) && same_view(a.device_buffer_v, b.device_buffer_v);
+}
+
+/// The layers that a plan is replayed on. A layer that is named twice, or that is the `anchor`, gets the same bytes twice. Any other two are apart: one's
+/// rows must not be lost under the other's. `names` live as long as the checker.
+std::vector<CopyArgs> follower_args(Checker& check, const KvBuffers* layers, std::int64_t n, const KvBuffers* anchor, const char* before,
+                                    RowLayout row_layout, std::int64_t item_bytes, bool skip_io, Flat flat, std::deque<LayerNames>& names) {
+  check.array("followers", layers, "num_followers", n);
+  std::vector<CopyArgs> followers;
+  for (std::int64_t i = 0; i < n; ++i) {
+    names.emplace_back(before, n == 1 ? "" : fmt::format("[{}]", i));
+    const auto same = [&](const KvBuffers& b) { return same_buffers(b, layers[i]); };
+    std::optional<Checker> alone;
+    if ((anchor != nullptr && same(*anchor)) || std::any_of(layers, layers + i, same)) alone.emplace(check);
+    followers.push_back(copy_args(alone ? *alone : check, layers[i], row_layout, item_bytes, skip_io, flat, names.back()));
+  }
+  return followers;
+}
+}  // namespace
+
 // -------------------------------------------------------------------------------------------------------------- swap_in
 
-SwapInArgs check(const SwapInParams& p) {
+SwapInArgs check(const SwapInParams& p, std::vector<CopyArgs>& followers) {
   Checker check("swap_in");
   Sym B("B"), S("S"), K("K"), R("R"), L("L"), H("H"), W("H+P");
   check.arg("top_k_tokens", p.top_k_tokens).required().dtype(DType::kInt32).shape({B, S, K}).same_device();
@@ -219,6 +242,17 @@ SwapInArgs check(const SwapInParams& p) {
   for (const auto& [name, t] : {std::pair{"unique_misses", &p.unique_misses}, std::pair{"unique_hits", &p.unique_hits}})
     check.arg(name, *t).dtype(DType::kInt32).shape({Dim::at_least(B, "B")}).same_device().written();
   a.copy = copy_args(check, p.buffers, p.layout, kInfer, p.skip_io, Flat::kRefused);
+  std::deque<LayerNames> names;
+  followers =
+      follower_args(check, p.followers, p.num_followers, &p.buffers, "follower_", p.layout, kInfer, p.skip_io, Flat::kRefused, names);
+  if (!followers.empty()) check.require(p.plan.miss_src.given(), "miss_src", "a plan for the followers", "none");
+  for (std::size_t i = 0; i < followers.size(); ++i) {
+    const CopyArgs& f = followers[i];
+    check.require(f.host_rows() >= a.copy.host_rows(), names[i][0], fmt::format("at least the {} rows of host_cache", a.copy.host_rows()),
+                  std::to_string(f.host_rows()));
+    check.require(f.device_rows() >= a.copy.device_rows(), names[i][1],
+                  fmt::format("at least the {} rows of device_buffer", a.copy.device_rows()), std::to_string(f.device_rows()));
+  }
   check.outputs_apart();
 
   a.tokens = strided3<const std::int32_t>(p.top_k_tokens);
@@ -444,12 +478,6 @@ SwapInSingleArgs check(const SwapInSingleParams& p) {
 }
 
 // ------------------------------------------------------------------------------------------------- replay and transfer
-namespace {
-bool same_buffers(const KvBuffers& a, const KvBuffers& b) {
-  return same_view(a.host_cache, b.host_cache) && same_view(a.device_buffer, b.device_buffer) &&
-         same_view(a.host_cache_v, b.host_cache_v) && same_view(a.device_buffer_v, b.device_buffer_v);
-}
-}  // namespace
 
 ReplayPlanArgs check(const ReplayPlanParams& p, std::vector<CopyArgs>& followers) {
   Checker check(p.op);
@@ -471,18 +499,9 @@ ReplayPlanArgs check(const ReplayPlanParams& p, std::vector<CopyArgs>& followers
   a.count = strided1<const std::int32_t>(p.miss_count);
   a.batch = min_rows({&p.miss_src, &p.miss_dst, &p.miss_count});
   a.capacity = std::min(p.miss_src.sizes[1], p.miss_dst.sizes[1]);
-  followers.clear();
-  check.array("followers", p.followers, "num_followers", p.num_followers);
   std::deque<LayerNames> names;
-  for (std::int64_t i = 0; i < p.num_followers; ++i) {
-    names.emplace_back("", p.num_followers == 1 ? "" : fmt::format("[{}]", i));
-    // A layer that is named twice gets the same bytes twice. Any other two are apart: one's rows must not be lost under the other's.
-    const bool again = std::any_of(p.followers, p.followers + i, [&](const KvBuffers& b) { return same_buffers(b, p.followers[i]); });
-    std::optional<Checker> alone;
-    if (again) alone.emplace(check);
-    followers.push_back(copy_args(alone ? *alone : check, p.followers[i], p.layout, p.item_size_bytes, p.skip_io,
-                                  flat_of(p.item_size_bytes), names.back()));
-  }
+  followers = follower_args(check, p.followers, p.num_followers, nullptr, "", p.layout, p.item_size_bytes, p.skip_io,
+                            flat_of(p.item_size_bytes), names);
   check.outputs_apart();
   return a;
 }

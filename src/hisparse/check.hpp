@@ -9,7 +9,11 @@ namespace specstate::hisparse {
 
 /// The one complete check of shapes, dtypes, strides and places; throws before anything is written. Ids inside the tensors
 /// (requests, slots, rows, LRU entries) are the backend's to judge: on the CPU they are errors, on a GPU such rows are invalid.
-SwapInArgs check(const SwapInParams& params);
+SwapInArgs check(const SwapInParams& params, std::vector<CopyArgs>& followers);
+inline SwapInArgs check(const SwapInParams& params) {  // of a call without followers
+  std::vector<CopyArgs> none;
+  return check(params, none);
+}
 SpecSwapArgs check(const SpecSwapParams& params);
 SwapInSingleArgs check(const SwapInSingleParams& params);
 ReplayPlanArgs check(const ReplayPlanParams& params, std::vector<CopyArgs>& followers);

@@ -733,6 +733,11 @@ void run(const SwapInSingleArgs& x, Stream) {
 
 // ------------------------------------------------------------------------------------------------- replay and transfer
 
+void run(const SwapInArgs& x, const CopyArgs* followers, std::int64_t num_followers, Stream stream) {
+  run(x, stream);
+  run(plan_of(x), followers, num_followers, stream);
+}
+
 void run(const ReplayPlanArgs& x, const CopyArgs* followers, std::int64_t num_followers, Stream) {
   const std::int64_t real = real_rows(x.num_real, x.batch);
   thread_local std::vector<Move> moves;

@@ -24,8 +24,9 @@ void published_shape(i64 requests, i64 steps, i64 top_k, i64 hot, i64 item, int 
   Random random(9);
   const i64 L = 3 * hot, W = hot + 64, host_rows = 4096;
   Pinned host(host_rows * item);
-  Pair<u8> device({requests * W, item});
-  Pair<i64> host_locs({requests, L}), ids({requests});
+  Pair<u8> device({requests * W, item}), follower[2] = {Pair<u8>({requests * W, item}), Pair<u8>({requests * W, item})};
+  Pair<i64> host_locs({requests, L}), ids({requests}), miss_src({requests, steps * top_k});
+  Pair<i32> miss_dst({requests, steps * top_k}), miss_count({requests});
   Pair<i32> tokens({requests, steps, top_k}), out({requests, steps, top_k}), lens({requests, steps}), misses({requests});
   std::vector<i64> rows(at(requests * L)), all(at(requests));
   for (i64& r : rows) r = random.pick(0, host_rows - 1);
@@ -53,16 +54,27 @@ void published_shape(i64 requests, i64 steps, i64 top_k, i64 hot, i64 item, int 
       std::shuffle(first, first + fresh, random);
     }
     tokens.set(t);
-    for (const Where where : {Where::kDevice, Where::kHost}) {
-      SwapInParams p;
-      p.top_k_tokens = tokens.view(where), p.seq_lens = lens.view(where), p.req_pool_indices = ids.view(where);
-      p.host_cache_locs = host_locs.view(where), p.buffers.host_cache = host.rows(host_rows, item, where),
-      p.buffers.device_buffer = device.view(where);
-      p.state = state[where == Where::kDevice], p.top_k_device_locs = out.view(where), p.unique_misses = misses.view(where);
-      swap_in(p);
+    for (int turn = 0; turn < (few ? 2 : 1); ++turn) {  // the second misses nothing
+      const bool followed = random.one_in(2);           // followers begin while the swap is at work
+      for (const Where where : {Where::kDevice, Where::kHost}) {
+        std::vector<KvBuffers> followers(2);
+        for (int i = 0; i < 2; ++i)
+          followers[at(i)].host_cache = host.rows(host_rows, item, where), followers[at(i)].device_buffer = follower[i].view(where);
+        SwapInParams p;
+        p.top_k_tokens = tokens.view(where), p.seq_lens = lens.view(where), p.req_pool_indices = ids.view(where);
+        p.host_cache_locs = host_locs.view(where), p.buffers.host_cache = host.rows(host_rows, item, where),
+        p.buffers.device_buffer = device.view(where);
+        p.state = state[where == Where::kDevice], p.top_k_device_locs = out.view(where), p.unique_misses = misses.view(where);
+        if (followed) {
+          p.plan = {miss_src.view(where), miss_dst.view(where), miss_count.view(where)};
+          p.followers = followers.data(), p.num_followers = 2;
+        }
+        swap_in(p);
+      }
+      const std::vector<const Bytes*> all{&out, &misses, &device, &memory, &miss_count, &follower[0], &follower[1]};
+      const Seen seen(all);
+      for (const Bytes* b : all) ASSERT_EQ(seen.difference(*b), "") << call << "." << turn;
     }
-    const Seen seen({&out, &misses, &device, &memory});
-    for (const Bytes* b : std::initializer_list<const Bytes*>{&out, &misses, &device, &memory}) ASSERT_EQ(seen.difference(*b), "") << call;
   }
 }
 

@@ -111,6 +111,42 @@ def test_keys_and_values_by_one_resolve():
         run(w, c, native(w), host_cache_v=host_v)
 
 
+def test_followers_in_the_same_call():
+    """As replay_plan behind it; layers, plan and rows are checked before anything is written."""
+    rng = np.random.default_rng(5)
+    w = oracle.make_world(rng, requests=2, hot=16, tail=2, context=90, item=24, steps=2, top_k=8)
+    c = oracle.make_spec_call(rng, w, batch=2, steps=2, top_k=8)
+    hosts = [w.host_cache ^ 51, w.host_cache ^ 17]
+    want, got = [w.device_buffer ^ 51, w.device_buffer ^ 17], [w.device_buffer ^ 51, w.device_buffer ^ 17]
+    w2, c2 = w.copy(), c.copy()
+    run(w2, c2, native(w2))
+    hisparse.replay_plan(c2.miss_src, c2.miss_dst, c2.miss_count, hosts, want, num_real_reqs=c2.num_real_reqs)
+    assert c2.miss_count.sum() > 0
+    first, state = (w.copy(), c.copy()), native(w)
+    for layers, text in [
+        ((hosts, got[:1]), r"swap_in: follower_device_buffer: expected 2 layers, got 1\."),
+        ((hosts, None), r"follower_device_buffer: expected a tensor for every layer, got none\."),
+        ((hosts[0], got[0][:-1]), r"swap_in: follower_device_buffer: expected at least the \d+ rows of device_buffer, got \d+\."),
+        (([hosts[0], hosts[1][:-1]], got), r"swap_in: follower_host_cache\[1\]: expected at least the \d+ rows of host_cache, got \d+\."),
+        ((hosts, [got[0], got[0]]), r"swap_in: follower_device_buffer\[1\]: expected memory of its own, got memory that overlaps follower_device_buffer\[0\]"),
+        ((hosts[0], w.device_buffer), r"swap_in: follower_device_buffer: expected memory of its own, got memory that overlaps device_buffer"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            run(w, c, state, follower_host_cache=layers[0], follower_device_buffer=layers[1])
+    with pytest.raises(ValueError, match=r"swap_in: miss_src: expected a plan for the followers, got none\."):
+        hisparse.swap_in(
+            c.top_k_tokens, c.seq_lens.reshape(2, 2), c.req_pool_indices, w.host_cache_locs, w.host_cache, w.device_buffer, state,
+            follower_host_cache=hosts, follower_device_buffer=got,
+        )
+    np.testing.assert_array_equal(w.device_buffer, first[0].device_buffer)
+    np.testing.assert_array_equal(c.top_k_device_locs, first[1].top_k_device_locs)
+    run(w, c, state, follower_host_cache=[*hosts, w.host_cache], follower_device_buffer=[*got, w.device_buffer])  # the layer itself may be named, too
+    np.testing.assert_array_equal(w.device_buffer, w2.device_buffer)
+    np.testing.assert_array_equal(c.top_k_device_locs, c2.top_k_device_locs)
+    for a, b in zip(got, want):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_paged_layout_and_skip_io():
     rng = np.random.default_rng(4)
     w = oracle.make_world(rng, requests=2, hot=16, tail=2, context=90, steps=2, top_k=8, dsv4=True, scratch=2)

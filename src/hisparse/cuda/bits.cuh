@@ -46,6 +46,10 @@ __device__ __forceinline__ u32 remote_load(u32 address) {
   asm volatile("ld.relaxed.cluster.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
   return value;
 }
+/// Publishes nothing but itself.
+__device__ __forceinline__ void remote_or(u32 address, u32 bits) {
+  asm volatile("red.relaxed.cluster.shared::cluster.or.b32 [%0], %1;" ::"r"(address), "r"(bits) : "memory");
+}
 /// What this thread knows of is visible to whoever waits.
 __device__ __forceinline__ void remote_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");

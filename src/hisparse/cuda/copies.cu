@@ -2,7 +2,8 @@
 //
 // The link is the limit, not the SMs: 32 blocks keep more rows in flight than it can carry, whatever the batch. Work is the list of
 // (miss, follower, pair), dealt to the warps round robin over all batch rows, so that one request with many misses is no tail. Each lane finds
-// one transfer (a search in the running counts of the batch rows), then the warp moves them four at a time.
+// one transfer (a search in the running counts of the batch rows), then the warp moves them four at a time. Behind a swap that publishes its plan
+// (swap.cu) the copies begin as soon as that stands, so that the link does not rest between the last row of one and the first of the other.
 #include <algorithm>
 
 #include "cuda/launch.hpp"
@@ -22,12 +23,25 @@ struct Streams {
   bool paged;
 };
 
+/// The count of a row whose swap may still be at work: it is negative until all entries are there.
+__device__ __forceinline__ i64 await_count(const std::int32_t* count) {
+  std::int32_t n;
+#pragma unroll 1
+  for (;;) {
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(n) : "l"(count) : "memory");
+    if (n >= 0) return n;
+    __nanosleep(100);
+  }
+}
+
+/// x.early: this kernel has started while the swap before it, all of whose blocks are running, is at work. It reads nothing else that the swap writes, and is
+/// over behind it.
 __global__ void __launch_bounds__(kThreads) replay_kernel(const __grid_constant__ ReplayPlanArgs x, const __grid_constant__ Streams to) {
   __shared__ u32 before[kThreads + 1];
   __shared__ u32 warp_sum[32];
-  ptx::wait_for_previous();
+  if (!x.early) ptx::wait_for_previous();
   ptx::let_next_start();
-  const auto count = [&](i64 b) { return b < x.batch ? static_cast<i64>(x.count(b)) : i64{0}; };
+  const auto count = [&](i64 b) { return b >= x.batch ? i64{0} : x.early ? await_count(&x.count(b)) : static_cast<i64>(x.count(b)); };
   i64 mine_now = count(threadIdx.x);  // under way together with the number of real rows
   i64 real = x.batch;
   if (x.num_real) real = min(max(static_cast<i64>(*x.num_real), i64{0}), x.batch);
@@ -71,6 +85,7 @@ __global__ void __launch_bounds__(kThreads) replay_kernel(const __grid_constant_
     }
     __syncthreads();
   }
+  if (x.early) ptx::wait_for_previous();
 }
 
 struct Layers {

@@ -3,9 +3,9 @@
 // What the time goes into, and hence the shape. A row of the host is two microseconds away and the link brings a hundred rows in one more, so
 // the link must be asked as early as can be, and for each missing token once; where a row goes can be settled while it travels. A warp's
 // scattered access costs a cycle a lane wherever it goes, so each CTA has the request's slot tables in its own shared memory (bulk copies:
-// no instructions). The occurrences are dealt to the CTAs eight at a time:
+// no instructions). The occurrences are dealt to the CTAs 32 at a time:
 //
-//   tokens, lengths, request -> hints, and the slot tables into shared memory -> resident: answered. Else the host row, and the token is
+//   tokens, lengths, request -> hints, and the slot tables into shared memory -> resident or not. If not the host row, and the token is
 //   claimed in a hash table that lies over the shared memory of the cluster; there the smallest occurrence of each token stays. Who was
 //   first to claim a token lists its row; four warps of each CTA (movers) do nothing but ask the link for what is listed, while the others
 //   are still resolving, and put the rows into a stash in shared memory -> half of the others (the thinking warps) tell all CTAs which
@@ -18,12 +18,19 @@
 // Sixteen rows a CTA are on their way at once, not more: requests for host rows queue in front of everything else that an SM asks for, its peers'
 // memory included, and with twice as many the thinking took longer than the rows.
 //
-// A call without a miss ends behind the first boxes. Nobody writes a table before all have sent them, hence have read the tables. Very
-// large tables stay in global memory (kOrdinary false): then the CTAs also meet between the choice of the victims and the writing.
+// A call without a miss needs no boxes: each CTA sees whatever makes the row invalid (the movers look through the whole table meanwhile) and stamps
+// what it saw hit, and all that it must hear is that nobody misses anything, one arrival from each peer. Answers and stamps are written while that is on
+// its way. (Where hits are counted, once in 2^30 calls, and in sglang's state it ends behind the boxes.) Nobody writes anything else in a table before all
+// have sent theirs, hence have read the tables. Very large tables stay in global memory (kOrdinary false): then the CTAs also meet between the choice of
+// the victims and the writing.
 //
-// The movers meet nobody between the clearing and the end: an entry is handed over by an exchange of its row, taken by a compare-and-swap of
-// the count of rows taken, and where it goes is told by a barrier that counts (an mbarrier). The others meet at a barrier of their own.
+// Arguments are cold memory: a line of 64 bytes is 80 cycles of all warps. What is read first lies in front, in the order of its use (Front).
+//
+// The movers copy the tables, map the tail and look for what makes the row invalid; then they meet nobody before the end: an entry is handed over by
+// an exchange of its row, taken by a compare-and-swap of the count of rows taken, and where it goes is told by a barrier that counts (an mbarrier). The
+// others meet at a barrier of their own.
 #include <algorithm>
+#include <bit>
 #include <string>
 
 #include "cuda/launch.hpp"
@@ -51,6 +58,7 @@ using Pair = Flight<uint4, 2, 4>;
 constexpr u32 kNowhere = 0x3FFFFFFFu;                       // sglang's state: no host row
 constexpr u32 kInSlot = 0x40000000u, kLastSlot = 0xFFFFFu;  // sglang's state: kInSlot + kLastSlot - slot, found in spite of its index
 constexpr u32 kAnswered = 0xFFFFFFFFu;
+constexpr std::int32_t kPending = INT32_MIN;  // of a count that is to come, see publishes()
 
 /// Sizes and places in shared memory, the same for all CTAs of a launch.
 struct Plan {
@@ -63,17 +71,45 @@ struct Plan {
   u32 columns_words, hot_words, tail_mask, scratch_words, filter_mask;
   u32 stash_rows, stash_pitch;  // that fit into what is left; bytes of one
   u32 context, tail;
-  // Ordinary calls: strides of the selection and the answers in elements (step, place), of the request's hints and host rows in bytes.
-  std::int32_t token_step, token_place, out_step, out_place, hint_bytes, host_bytes;
+  // Ordinary calls: strides of the selection and the answers in elements (step, place).
+  std::int32_t token_step, token_place, out_step, out_place;
   bool bulk;                    // tables can be copied in bulk
   layout::PolicyWord clock{1};  // sglang's
   Divider by_step, by_cluster;
+  u32 hit_bytes, zeros, zero_words, ones, one_words;
   u32 box, box_bytes, firsts;              // one a CTA each: what it saw hit; which of its occurrences were first
   u32 claims;                              // their table
   u32 token, target, row, served, number;  // the lists
   u32 tokens, locs, ages;                  // the slot tables
   u32 first, first_before, hits, victims, victims_before, bins, tail_key, tail_column, scratch, scratch_before, filter, stash, bytes;
 };
+
+/// What an ordinary call reads first, in the order of its use: the arguments of a launch are cold, and each line of 64 bytes of them is a miss that all
+/// warps wait for. (The first line has 48 bytes for it.)
+struct Front {
+  const void *requests, *lengths;
+  const std::int32_t *tokens, *real;                  // real: of requests, if it is not given
+  std::int32_t request_bytes, length_row, token_row;  // bytes, bytes, elements
+  u32 flags;                                          // kWideRequests ...
+  u64 by_step;                                        // Divider
+  u32 top_k, occurrences;
+  std::int32_t length_step, token_step, token_place;
+  u32 batch, cluster, cluster_shift, cluster_inverse;  // cluster: odd * 2^shift; the inverse of the odd factor modulo 2^32
+  u32 zeros, zero_words, ones, one_words;              // what is cleared, in fours of words
+  u32 hot, columns, slots;
+  // Of the request.
+  const std::byte *hints, *hosts;
+  const std::int32_t *slot_tokens, *slot_locs, *ages, *clock;
+  std::int32_t* out;
+  std::int32_t hint_row, host_row, slot_row, loc_row, age_row, clock_row, out_row;  // bytes (hints, hosts), elements
+  std::int32_t hint_bytes, host_bytes;
+  u32 tokens_at, locs_at, ages_at, context, tail;
+  u32 scratch;
+  std::int32_t slot_step, loc_step;
+};
+/// Its flags. kAlone: see alone(); kEarly: Plan's next_early; kPublish: see publishes().
+constexpr u32 kWideRequests = 1, kWideLengths = 2, kGivenReal = 4, kBulk = 8, kWideHosts = 16, kWideHints = 32, kAlone = 64, kEarly = 128,
+              kPublish = 256;
 
 template <class Args>
 constexpr bool kNative = false;
@@ -85,10 +121,12 @@ struct Shared {             // the fixed part
   u64 staged[3];            // the tables are here: tokens, rows, ages
   u64 placed, met;          // it is known where the rows go; the thinking warps of all CTAs have come here
   u64 resolved;             // the lists are complete
+  u64 quiet;                // all others miss nothing
   u32 lists;                // lengths of mine: moves() | again() << 16
   u32 taken;                // so many rows have a warp that brings them
   u32 bad;                  // something that makes the row invalid
   u32 busy;                 // there is something to move
+  u32 loud;                 // somebody else misses something
   u32 low, high;            // range of the keys
   u32 bucket, bucket_rest;  // of the n-th smallest key
   u32 warp_sum[kWarps];
@@ -108,8 +146,9 @@ struct Now {
 /// What a thread reads that has no tokens to read: a load without a predicate.
 __device__ const int4 no_tokens = {-1, -1, -1, -1};
 
-template <class Args, u32 kDeep, bool kOrdinary>
+template <class Args, u32 kDeep, bool kOrdinary, bool kRows>
 struct Swap {
+  const Front& f;
   const Args& x;
   const CopyGeometry& copy;
   const Plan& plan;
@@ -121,7 +160,7 @@ struct Swap {
   // Of the batch row and its request, in an ordinary call.
   const std::int32_t* selection;
   std::int32_t* answers;
-  const std::byte *hints, *hosts;
+  const std::byte *hints, *hosts, *lengths;
 
   template <class T>
   __device__ __forceinline__ T* at(u32 offset) const {
@@ -134,6 +173,29 @@ struct Swap {
     return words(plan.box + (kOrdinary ? c * plan.box_bytes + static_cast<u32>(sizeof(Head)) : plan.cluster * plan.box_bytes));
   }
   __device__ __forceinline__ u32* my_first() const { return words(plan.firsts) + rank * (plan.slice / 32); }
+  /// Native, ordinary calls: a byte a column, plain stores (an atomic on bits goes two lanes a cycle).
+  static constexpr bool kBytes = kNative<Args> && kOrdinary;
+  static constexpr bool kAhead = kNative<Args> && kOrdinary && !kRows && kDeep <= 2;
+  static constexpr bool kLate = kNative<Args> && kOrdinary && !kRows;  // the last round is answered behind the hand-over
+  __device__ __forceinline__ std::uint8_t* hit_bytes() const { return at<std::uint8_t>(plan.hit_bytes); }
+  __device__ __forceinline__ void note_hit(u32 column) const {
+    if constexpr (kBytes)
+      hit_bytes()[column] = 1;
+    else
+      set_bit(seen(rank), column);
+  }
+  /// The bytes become bits of my box: 16 columns a thread.
+  __device__ __forceinline__ void pack_hits() const {
+    if constexpr (kBytes) {
+#pragma unroll 1
+      for (u32 c = 16 * threadIdx.x; c < columns(); c += 16 * kPolicyThreads) {
+        const uint4 v = *reinterpret_cast<const uint4*>(hit_bytes() + c);
+        const auto four = [](u32 bytes) { return bytes * 0x10204080u >> 28; };
+        reinterpret_cast<std::uint16_t*>(seen(rank))[c / 16] =
+            static_cast<std::uint16_t>(four(v.x) | four(v.y) << 4 | four(v.z) << 8 | four(v.w) << 12);
+      }
+    }
+  }
   // My lists of what is missing: what I claimed, from the front; what others did (or nobody can), from the back.
   __device__ __forceinline__ u32 moves() const { return s().lists & 0xFFFFu; }
   __device__ __forceinline__ u32 again() const { return s().lists >> 16; }
@@ -144,36 +206,42 @@ struct Swap {
   __device__ __forceinline__ u32* served() const { return words(plan.served); }
   __device__ __forceinline__ std::uint16_t* number() const { return at<std::uint16_t>(plan.number); }
 
-  __device__ __forceinline__ u32 occurrences() const { return static_cast<u32>(x.steps * x.top_k); }
-  __device__ __forceinline__ u32 hot() const { return static_cast<u32>(x.hot); }
-  __device__ __forceinline__ u32 columns() const { return static_cast<u32>(x.hot + x.tail); }
-  // The occurrences are dealt to the CTAs eight at a time (a sector of the selection), a round to each CTA in turn; whose turn is first differs
-  // from round to round. What misses often lies together, and in the same place of each step: dealt in large pieces, two SMs had all rows.
-  __device__ __forceinline__ u32 first_turn(u32 round) const { return __umulhi(round * 2654435769u, plan.cluster); }
+  __device__ __forceinline__ u32 occurrences() const { return kOrdinary ? f.occurrences : static_cast<u32>(x.steps * x.top_k); }
+  __device__ __forceinline__ u32 hot() const { return kOrdinary ? f.hot : static_cast<u32>(x.hot); }
+  __device__ __forceinline__ u32 columns() const { return kOrdinary ? f.columns : static_cast<u32>(x.hot + x.tail); }
+  __device__ __forceinline__ u32 top_k() const { return kOrdinary ? f.top_k : static_cast<u32>(x.top_k); }
+  __device__ __forceinline__ u32 tail() const { return kOrdinary ? f.tail : plan.tail; }
+  __device__ __forceinline__ u32 context() const { return kOrdinary ? f.context : plan.context; }
+  __device__ __forceinline__ u32 cluster() const { return kOrdinary ? f.cluster : plan.cluster; }
+  __device__ __forceinline__ u32 step_of(u32 o) const { return kOrdinary ? static_cast<u32>(o * f.by_step >> 40) : plan.by_step(o); }
+  // The occurrences are dealt to the CTAs 32 at a time, a round to each CTA in turn; whose turn is first differs from round to round. What misses often
+  // lies together, and in the same place of each step: dealt in large pieces, two SMs had all rows. Dealt in smaller ones, several CTAs read each line of
+  // the selection, and each CTA four times as many lines: 900 cycles more before the hints are asked for.
+  __device__ __forceinline__ u32 first_turn(u32 round) const { return __umulhi(round * 2654435769u, cluster()); }
   /// Number of the i-th occurrence that is mine; those below occurrences() come first.
   __device__ __forceinline__ u32 occurrence(u32 i) const {
-    const u32 round = i >> 3, turn = rank - first_turn(round);
-    return (round * plan.cluster + min(turn, turn + plan.cluster)) << 3 | (i & 7u);
+    const u32 round = i >> 5, turn = rank - first_turn(round);
+    return (round * cluster() + min(turn, turn + cluster())) << 5 | (i & 31u);
   }
-  __device__ __forceinline__ u32 index(u32 occurrence) const { return plan.by_cluster(occurrence >> 3) << 3 | (occurrence & 7u); }
+  __device__ __forceinline__ u32 index(u32 occurrence) const { return plan.by_cluster(occurrence >> 5) << 5 | (occurrence & 31u); }
   /// The q-th of a thread's occurrences of a round, as such an i.
   static constexpr bool kQuads = kOrdinary && kDeep == 4;  // four in a row: one load, one store
   __device__ __forceinline__ static u32 turn(u32 round, u32 q) {
     return round + (kQuads ? 4 * threadIdx.x + q : q * kResolvers + threadIdx.x);
   }
   __device__ __forceinline__ void answer(u32 occurrence, std::int32_t loc) const {
-    const u32 step = plan.by_step(occurrence), place = occurrence - step * static_cast<u32>(x.top_k);
+    const u32 step = step_of(occurrence), place = occurrence - step * top_k();
     if constexpr (kOrdinary)
       answers[i64{plan.out_step} * step + i64{plan.out_place} * place] = loc;
     else
       x.out(b, step, place) = loc;
   }
   __device__ __forceinline__ std::int32_t slot_token(u32 c) const {
-    if constexpr (kOrdinary) return at<std::int32_t>(plan.tokens)[c];
+    if constexpr (kOrdinary) return at<std::int32_t>(f.tokens_at)[c];
     return x.slot_tokens(r, c);
   }
   __device__ __forceinline__ std::int32_t slot_loc(u32 c) const {
-    if constexpr (kOrdinary) return at<std::int32_t>(plan.locs)[c];
+    if constexpr (kOrdinary) return at<std::int32_t>(f.locs_at)[c];
     return x.slot_locs(r, c);
   }
   /// sglang's.
@@ -182,7 +250,12 @@ struct Swap {
   }
   __device__ __forceinline__ static void set_bit(u32* set, u32 bit) { atomicOr(set + (bit >> 5), 1u << (bit & 31u)); }
   __device__ __forceinline__ static bool has_bit(const u32* set, u32 bit) { return set[bit >> 5] >> (bit & 31u) & 1u; }
-  __device__ __forceinline__ static void resolvers_barrier() { ptx::barrier_of(2, kResolvers); }
+  __device__ __forceinline__ static void resolvers_barrier() { ptx::barrier_of(5, kResolvers); }
+  /// Arrives at a barrier of the whole block at which only the resolving warps wait.
+  __device__ __forceinline__ static void arrive_at(int id) {
+    __syncwarp();
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(kThreads) : "memory");
+  }
   __device__ __forceinline__ static void policy_barrier() { ptx::barrier_of(1, kPolicyThreads); }
 
   __device__ void padding(std::int32_t sentinel, u32 threads) const {
@@ -190,6 +263,7 @@ struct Swap {
     for (u32 i = threadIdx.x; occurrence(i) < occurrences(); i += threads) answer(occurrence(i), sentinel);
     if (rank != 0 || threadIdx.x != 0) return;
     if (x.plan.src) x.plan.count(b) = 0;
+    if (publishes()) __threadfence();
     if constexpr (kNative<Args>) {
       if (x.unique_misses) x.unique_misses(b) = 0;
       if (x.unique_hits) x.unique_hits(b) = 0;
@@ -203,23 +277,18 @@ struct Swap {
     for (u32 i = threadIdx.x * 4; i < n; i += kThreads * 4) *reinterpret_cast<uint4*>(p + i) = make_uint4(value, value, value, value);
   }
   __device__ __forceinline__ void clear() const {
-    fill(seen(rank), (plan.columns_words + 3) & ~3u, 0);
-    fill(my_first(), plan.slice / 32, 0);
-    fill(words(plan.claims), 2 * plan.part, kEmpty);
-    fill(words(plan.row), (plan.stash_rows + 3) & ~3u, kEmpty);
-    if constexpr (!kNative<Args>) fill(words(plan.filter), (plan.filter_mask + 1) / 32, 0);
-    if (plan.tail_mask) {
-      fill(words(plan.tail_key), plan.tail_mask + 1, kEmpty);
-      fill(words(plan.tail_column), plan.tail_mask + 1, kEmpty);
-    }
-    if (threadIdx.x == 0) {
-      s().lists = s().high = s().taken = s().bad = 0;
+    fill(words(f.zeros), f.zero_words, 0);
+    fill(words(f.ones), f.one_words, kEmpty);
+    if (threadIdx.x == kResolvers) {
+      s().lists = s().high = s().taken = s().bad = s().loud = 0;
       s().low = kTaken;
     }
   }
 
   __device__ __forceinline__ const std::int32_t* ages() const {
-    if constexpr (kNative<Args>)
+    if constexpr (kOrdinary)
+      return f.ages + i64{f.age_row} * r;
+    else if constexpr (kNative<Args>)
       return &x.stamps(r, 0);
     else
       return &x.policy(r + 1, 0);
@@ -233,31 +302,36 @@ struct Swap {
   /// The request's tables into shared memory.
   __device__ __forceinline__ void stage() const {
     if constexpr (!kOrdinary) return;
-    if (plan.bulk) {
-      const u32 table = threadIdx.x / 32;  // one warp each
+    if (f.flags & kBulk) {
+      const u32 table = threadIdx.x / 32 - kResolvers / 32;  // one warp each
       if (table >= 3 || lane_id() != 0) return;
       const u32 bytes = 4 * (table == 2 ? hot() : columns());
       ptx::barrier_expect(&s().staged[table], bytes);
-      const u32 to = table == 0 ? plan.tokens : table == 1 ? plan.locs : plan.ages;
-      const std::int32_t* const from = table == 0 ? &x.slot_tokens(r, 0) : table == 1 ? &x.slot_locs(r, 0) : ages();
+      const u32 to = table == 0 ? f.tokens_at : table == 1 ? f.locs_at : f.ages_at;
+      const std::int32_t* const from = table == 0   ? f.slot_tokens + i64{f.slot_row} * r
+                                       : table == 1 ? f.slot_locs + i64{f.loc_row} * r
+                                                    : ages();
       ptx::bulk_load(words(to), from, bytes, &s().staged[table]);
       return;
     }
     const i64 step = ages_step();
 #pragma unroll 1
-    for (u32 c = threadIdx.x < kResolvers ? threadIdx.x : columns(); c < columns(); c += kResolvers) {
-      async_word(words(plan.tokens) + c, &x.slot_tokens(r, c));
-      async_word(words(plan.locs) + c, &x.slot_locs(r, c));
-      if (c < hot()) async_word(words(plan.ages) + c, ages() + c * step);
+    for (u32 c = threadIdx.x - kResolvers; c < columns(); c += kThreads - kResolvers) {
+      async_word(words(f.tokens_at) + c, &x.slot_tokens(r, c));
+      async_word(words(f.locs_at) + c, &x.slot_locs(r, c));
+      if (c < hot()) async_word(words(f.ages_at) + c, ages() + c * step);
     }
   }
-  /// Every thread that is to read it; the tokens before a barrier of the block.
+  /// Every thread that is to read it.
   __device__ __forceinline__ void await_table(int table) const {
     if constexpr (!kOrdinary) return;
-    if (plan.bulk)
-      ptx::barrier_wait(&s().staged[table], phase);
-    else if (table == 0)
-      async_wait();
+    if (f.flags & kBulk) ptx::barrier_wait(&s().staged[table], phase);
+  }
+  /// Where there are no bulk copies: the movers, whose copies it are, before the others may go on.
+  __device__ __forceinline__ void await_copies() const {
+    if (!kOrdinary || (f.flags & kBulk)) return;
+    async_wait();
+    ptx::barrier_of(4, kThreads - kResolvers);
   }
 
   __device__ __forceinline__ static std::int32_t clamp(i64 n) { return static_cast<std::int32_t>(min(max(n, i64{0}), i64{INT32_MAX})); }
@@ -265,58 +339,58 @@ struct Swap {
   struct Asked {
     std::int32_t token;
     Wide length;
+    bool some;
   };
   __device__ __forceinline__ Wide ask_length(bool some, u32 step) const {
+    if constexpr (kOrdinary)
+      return ask_wide(reinterpret_cast<const u32*>(lengths + i64{f.length_step} * step), f.flags & kWideLengths ? 8 : 4);
     return ask_wide(some ? wide_at(x.seq_lens, b, step) : reinterpret_cast<const u32*>(&no_tokens), x.seq_lens.bytes);
   }
   __device__ __forceinline__ void ask(u32 round, Asked (&a)[kDeep]) const {
     if constexpr (kQuads) {
       const u32 o = occurrence(turn(round, 0));
-      const bool some = threadIdx.x < kResolvers && o < occurrences();
-      const u32 step = some ? plan.by_step(o) : 0;
-      const std::int32_t* const from = selection + i64{plan.token_step} * step + (o - step * static_cast<u32>(x.top_k));
-      [[maybe_unused]] const int4 t = *(some ? reinterpret_cast<const int4*>(from) : &no_tokens);
+      const bool some = o < occurrences();
+      const u32 step = some ? step_of(o) : 0, place = some ? o - step * top_k() : 0;  // one that has none reads the first
+      [[maybe_unused]] const int4 t = *reinterpret_cast<const int4*>(selection + i64{f.token_step} * step + place);
       const Wide length = ask_length(some, step);
-      a[0] = {t.x, length}, a[1] = {t.y, length}, a[2] = {t.z, length}, a[3] = {t.w, length};
+      a[0] = {t.x, length, some}, a[1] = {t.y, length, some}, a[2] = {t.z, length, some}, a[3] = {t.w, length, some};
     } else {
 #pragma unroll
       for (u32 q = 0; q < kDeep; ++q) {
-        const u32 o = occurrence(turn(round, q)), step = plan.by_step(o), place = o - step * static_cast<u32>(x.top_k);
+        const u32 o = occurrence(turn(round, q));
         const bool some = threadIdx.x < kResolvers && o < occurrences();
-        const std::int32_t* from;
+        const u32 step = some ? step_of(o) : 0, place = some ? o - step * top_k() : 0;
         if constexpr (kOrdinary)
-          from = selection + (i64{plan.token_step} * step + i64{plan.token_place} * place);
+          a[q].token = selection[i64{f.token_step} * step + i64{f.token_place} * place];
         else
-          from = &x.tokens(b, step, place);
-        a[q].token = *(some ? from : reinterpret_cast<const std::int32_t*>(&no_tokens));
+          a[q].token = *(some ? &x.tokens(b, step, place) : reinterpret_cast<const std::int32_t*>(&no_tokens));
         a[q].length = ask_length(some, step);
+        a[q].some = some;
       }
     }
   }
+  __device__ __forceinline__ int host_width() const { return kOrdinary ? (f.flags & kWideHosts ? 8 : 4) : x.host_locs.bytes; }
   /// The host row of token t, if there can be one; what row_of_host() makes of it: kEmpty if there is none.
   __device__ __forceinline__ Wide ask_host(std::int32_t t) const {
-    const u32* p = reinterpret_cast<const u32*>(&no_tokens);
-    if (static_cast<u32>(t) < plan.context) {
-      if constexpr (kOrdinary)
-        p = reinterpret_cast<const u32*>(hosts + i64{plan.host_bytes} * t);
-      else
-        p = wide_at(x.host_locs, r, t);
-    }
-    return ask_wide(p, x.host_locs.bytes);
+    if constexpr (kOrdinary)
+      return ask_wide(reinterpret_cast<const u32*>(hosts + i64{f.host_bytes} * (static_cast<u32>(t) < context() ? t : 0)), host_width());
+    return ask_wide(static_cast<u32>(t) < context() ? wide_at(x.host_locs, r, t) : reinterpret_cast<const u32*>(&no_tokens), host_width());
   }
-  __device__ __forceinline__ u32 row_of_host(const Wide& h) const {
-    const i64 row = h.value(x.host_locs.bytes);
-    return row >= 0 && row < copy.host_rows ? static_cast<u32>(row) : kEmpty;
+  __device__ __forceinline__ u32 row_of_host(const Wide& h, std::int32_t t) const {
+    const i64 row = h.value(host_width());
+    return static_cast<u32>(t) < context() && row >= 0 && row < copy.host_rows ? static_cast<u32>(row) : kEmpty;
   }
   /// Where token t was put last, kEmpty nowhere.
   __device__ __forceinline__ u32 hint(std::int32_t t) const {
     if constexpr (kNative<Args>) {
       const std::byte* p;
       if constexpr (kOrdinary)
-        p = hints + i64{plan.hint_bytes} * t;
+        p = hints + i64{f.hint_bytes} * t;
       else
         p = static_cast<const std::byte*>(x.token_slots.data) + (r * x.token_slots.s0 + t * x.token_slots.s1) * x.token_slots.bytes;
-      return x.token_slots.bytes == 4 ? *reinterpret_cast<const u32*>(p) : static_cast<u32>(*reinterpret_cast<const std::int16_t*>(p));
+      return (kOrdinary ? (f.flags & kWideHints) != 0 : x.token_slots.bytes == 4)
+                 ? *reinterpret_cast<const u32*>(p)
+                 : static_cast<u32>(*reinterpret_cast<const std::int16_t*>(p));
     } else {
       const i64 e0 = x.index(r, 0, layout::bank_place(0, static_cast<u32>(t), x.hash_size)),
                 e1 = x.index(r, 1, layout::bank_place(1, static_cast<u32>(t), x.hash_size));
@@ -327,22 +401,25 @@ struct Swap {
     }
   }
 
-  /// The first of a thread's columns of the tail, and of its rows of the scratch.
+  /// The first of a thread's columns of the tail.
   struct Tail {
-    std::int32_t token, loc, scratch;
+    std::int32_t token, loc;
   };
   __device__ __forceinline__ Tail ask_tail() const {
-    const u32 c = hot() + threadIdx.x, spare = rank * kResolvers + threadIdx.x;
+    const u32 c = hot() + threadIdx.x - kResolvers;
     const bool some = plan.tail_mask != 0 && c < columns();
+    if constexpr (kOrdinary) {
+      const u32 at = min(c, columns() - 1);  // a thread that has none reads the last
+      return {f.slot_tokens[i64{f.slot_row} * r + i64{f.slot_step} * at], f.slot_locs[i64{f.loc_row} * r + i64{f.loc_step} * at]};
+    }
     const auto* const none = reinterpret_cast<const std::int32_t*>(&no_tokens);
-    return {*(some ? &x.slot_tokens(r, c) : none), *(some ? &x.slot_locs(r, c) : none),
-            *(threadIdx.x < kResolvers && spare < x.scratch ? &x.scratch_locs(r, spare) : none)};
+    return {*(some ? &x.slot_tokens(r, c) : none), *(some ? &x.slot_locs(r, c) : none)};
   }
   __device__ __forceinline__ void map_tail(const Tail& first) const {
     if (plan.tail_mask == 0) return;
 #pragma unroll 1
-    for (u32 c = hot() + threadIdx.x; c < columns(); c += kResolvers) {
-      const bool begin = c == hot() + threadIdx.x;
+    for (u32 c = hot() + threadIdx.x - kResolvers; c < columns(); c += kThreads - kResolvers) {
+      const bool begin = c == hot() + threadIdx.x - kResolvers;
       const std::int32_t t = begin ? first.token : x.slot_tokens(r, c), loc = begin ? first.loc : x.slot_locs(r, c);
       if (t < 0 || loc < 0) continue;
       u32 p = static_cast<u32>(t) & plan.tail_mask;
@@ -367,13 +444,38 @@ struct Swap {
       if (key == kEmpty) return kEmpty;
     }
   }
-  /// A row outside the pool, in my share of the table or of the scratch.
-  __device__ __forceinline__ bool bad_tables(std::int32_t scratch) const {
-    bool bad = scratch >= copy.device_rows;
+  /// A row outside the pool, in the table (by the warps that will bring rows; four words at a time) or in my share of the scratch (by the others;
+  /// all of it if there is as little as they can look at at once: then all CTAs say the same).
+  __device__ __forceinline__ bool bad_table() const {
+    bool bad = false;
+    if constexpr (kOrdinary) {
+#pragma unroll 4
+      for (u32 c = 4 * (threadIdx.x - kResolvers); c < columns(); c += 4 * (kThreads - kResolvers)) {
+        const int4 v = *at<int4>(f.locs_at + 4 * c);
+        bad |= v.x >= copy.device_rows;
+        bad |= c + 1 < columns() && v.y >= copy.device_rows;
+        bad |= c + 2 < columns() && v.z >= copy.device_rows;
+        bad |= c + 3 < columns() && v.w >= copy.device_rows;
+      }
+    } else {
 #pragma unroll 1
-    for (u32 c = rank * kResolvers + threadIdx.x; c < columns(); c += plan.cluster * kResolvers) bad |= slot_loc(c) >= copy.device_rows;
+      for (u32 c = rank * (kThreads - kResolvers) + threadIdx.x - kResolvers; c < columns(); c += plan.cluster * (kThreads - kResolvers))
+        bad |= slot_loc(c) >= copy.device_rows;
+    }
+    return bad;
+  }
+  /// The first of a thread's rows of the scratch, -1 if it has none.
+  __device__ __forceinline__ u32 spare_rows() const { return kOrdinary ? f.scratch : static_cast<u32>(x.scratch); }
+  __device__ __forceinline__ std::int32_t ask_scratch() const {
+    const u32 n = spare_rows(), c = n <= kResolvers ? threadIdx.x : rank * kResolvers + threadIdx.x;
+    return c < n ? x.scratch_locs(r, c) : -1;
+  }
+  __device__ __forceinline__ bool bad_scratch(std::int32_t first) const {
+    bool bad = first >= copy.device_rows;
+    const u32 n = spare_rows();
+    if (n <= kResolvers) return bad;
 #pragma unroll 1
-    for (u32 c = (plan.cluster + rank) * kResolvers + threadIdx.x; c < x.scratch; c += plan.cluster * kResolvers)
+    for (u32 c = (plan.cluster + rank) * kResolvers + threadIdx.x; c < n; c += plan.cluster * kResolvers)
       bad |= x.scratch_locs(r, c) >= copy.device_rows;
     return bad;
   }
@@ -383,7 +485,7 @@ struct Swap {
     return remote(ptx::shared(words(plan.claims) + 2 * (p & below(kPlaceBits))), p >> kPlaceBits);
   }
   __device__ __forceinline__ u32 home(u32 t) const {
-    const u64 at = u64{t * 2654435769u} * plan.cluster;
+    const u64 at = u64{t * 2654435769u} * cluster();
     return static_cast<u32>(at >> 32) << kPlaceBits | __umulhi(static_cast<u32>(at), plan.part);
   }
   __device__ __forceinline__ u32 next_place(u32 p) const {
@@ -417,7 +519,9 @@ struct Swap {
     return static_cast<u32>(x.tokens(b, step, place));
   }
   __device__ __forceinline__ u32 host_row_at(u32 e) const {
-    return e < plan.rows_kept ? row_of()[e] : row_of_host(ask_host(static_cast<std::int32_t>(token_at(e))));
+    if (e < plan.rows_kept) return row_of()[e];
+    const auto t = static_cast<std::int32_t>(token_at(e));
+    return row_of_host(ask_host(t), t);
   }
   /// A place for each lane of the warp that has something: in the list of what is mine or in the other one.
   __device__ __forceinline__ u32 place_in_lists(bool some, bool mine) const {
@@ -438,16 +542,45 @@ struct Swap {
   __device__ __forceinline__ void look(const Asked (&asked)[kDeep], Look& l) const {
 #pragma unroll
     for (u32 q = 0; q < kDeep; ++q) {
-      l.length[q] = clamp(asked[q].length.value(x.seq_lens.bytes));
-      const std::int32_t t = l.token[q] = asked[q].token < l.length[q] ? asked[q].token : -1;
+      l.length[q] = clamp(asked[q].length.value(kOrdinary ? (f.flags & kWideLengths ? 8 : 4) : x.seq_lens.bytes));
+      const std::int32_t t = l.token[q] = asked[q].some && asked[q].token < l.length[q] ? asked[q].token : -1;
       l.hint[q] = kEmpty;
-      if (kNative<Args> ? t >= 0 && static_cast<u32>(t) < plan.context : t >= static_cast<std::int32_t>(hot())) l.hint[q] = hint(t);
+      if (kNative<Args> ? t >= 0 && static_cast<u32>(t) < context() : t >= static_cast<std::int32_t>(hot())) l.hint[q] = hint(t);
     }
   }
-  /// Answers what is resident, sets its columns in seen(rank), claims the rest and puts it into my lists. Returns whether something makes the
-  /// row invalid.
-  __device__ __forceinline__ bool resolve(Look& l, const Tail& tail, i64 real) const {
-    bool bad = false;
+  /// What a round has found: columns, kEmpty none; what is missing is answered later.
+  struct Found {
+    u32 column[kDeep];
+    bool miss[kDeep];
+    u32 round;
+  };
+  __device__ __forceinline__ void answer_found(u32 round, const Found& found) const {
+    await_table(1);
+    std::int32_t locs[kDeep];
+#pragma unroll
+    for (u32 q = 0; q < kDeep; ++q) {
+      const std::int32_t loc = slot_loc(min(found.column[q], columns() - 1));
+      locs[q] = found.column[q] != kEmpty ? max(loc, -1) : -1;
+    }
+    if constexpr (kQuads) {
+      const u32 o = occurrence(turn(round, 0)), step = step_of(o);
+      std::int32_t* const to = answers + i64{plan.out_step} * step + (o - step * top_k());
+      if (o >= occurrences()) {
+      } else if (found.miss[0] | found.miss[1] | found.miss[2] | found.miss[3]) {
+#pragma unroll
+        for (u32 q = 0; q < kDeep; ++q)
+          if (!found.miss[q]) to[q] = locs[q];
+      } else {
+        *reinterpret_cast<int4*>(to) = make_int4(locs[0], locs[1], locs[2], locs[3]);
+      }
+    } else {
+#pragma unroll
+      for (u32 q = 0; q < kDeep; ++q)
+        if (const u32 o = occurrence(turn(round, q)); !found.miss[q] && o < occurrences()) answer(o, locs[q]);
+    }
+  }
+  /// Finds what is resident and notes its columns, claims the rest and puts it into my lists. Answers what was found, that of the last round excepted.
+  __device__ __forceinline__ void resolve(Look& l, Found& found) const {
 #pragma unroll 1
     for (u32 round = 0; round < plan.slice; round += kDeep * kResolvers) {
       std::int32_t(&token_)[kDeep] = l.token, (&n)[kDeep] = l.length;
@@ -455,14 +588,18 @@ struct Swap {
       Asked asked[kDeep];
       const bool more = round + kDeep * kResolvers < plan.slice;
       if (more) ask(round + kDeep * kResolvers, asked);
+      // A token that has no hint is in no hot slot; outside the window of the tail it is missing: its host row is asked for before the tables are here.
+      Wide asked_row[kDeep];
+      bool ahead[kDeep];
+#pragma unroll
+      for (u32 q = 0; q < kDeep; ++q) {
+        ahead[q] = kAhead && token_[q] >= 0 && h[q] == kEmpty && static_cast<u32>(n[q] - token_[q]) > tail();
+        if constexpr (kAhead) asked_row[q] = ask_host(ahead[q] ? token_[q] : 0);
+      }
       if (round == 0) {
-        map_tail(tail);
-#pragma unroll 1
-        for (i64 other = threadIdx.x; other < real; other += kResolvers)
-          if (other != b) bad |= load_wide(x.requests, other, 0) == r;
         await_table(0);
-        if (plan.tail > kMostTailMap) await_table(1);
-        resolvers_barrier();  // the tokens of the slots and the tail's map are complete
+        if (tail() > kMostTailMap) await_table(1);
+        ptx::barrier_of(3, kThreads);  // the tokens of the slots and the tail's map are complete
       }
       // Look-ups of all before the first is judged, without branches: their latencies then come together.
       bool in_window = false;
@@ -470,12 +607,11 @@ struct Swap {
 #pragma unroll
       for (u32 q = 0; q < kDeep; ++q) {
         const std::int32_t t = token_[q];
-        in_window |= t >= 0 && static_cast<u32>(n[q] - t) <= plan.tail;  // (t < n)
-        if constexpr (!kNative<Args>)                                    // sglang's state: most often in the slot of its own number
+        in_window |= t >= 0 && static_cast<u32>(n[q] - t) <= tail();  // (t < n)
+        if constexpr (!kNative<Args>)                                 // sglang's state: most often in the slot of its own number
           if (t >= 0 && static_cast<u32>(t) < hot()) h[q] = slot_token(t) == t ? static_cast<u32>(t) : hint(t);
         holds[q] = slot_token(min(h[q], hot() - 1));
       }
-      Wide asked_row[kDeep];
       u32 columns_[kDeep];
       bool misses[kDeep];
 #pragma unroll
@@ -483,13 +619,13 @@ struct Swap {
       if (in_window)  // the tail comes first
 #pragma unroll
         for (u32 q = 0; q < kDeep; ++q)
-          if (token_[q] >= 0 && static_cast<u32>(n[q] - token_[q]) <= plan.tail)
+          if (token_[q] >= 0 && static_cast<u32>(n[q] - token_[q]) <= tail())
             if (const u32 column = in_tail(token_[q]); column != kEmpty) columns_[q] = column;
 #pragma unroll
       for (u32 q = 0; q < kDeep; ++q) {
         misses[q] = token_[q] >= 0 && columns_[q] == kEmpty;
-        if (misses[q]) asked_row[q] = ask_host(token_[q]);
-        if (columns_[q] != kEmpty) set_bit(seen(rank), columns_[q]);
+        if (misses[q] && !ahead[q]) asked_row[q] = ask_host(token_[q]);
+        if (columns_[q] != kEmpty) note_hit(columns_[q]);
       }
 #pragma unroll
       for (u32 q = 0; q < kDeep; ++q) {
@@ -498,8 +634,8 @@ struct Swap {
         bool mine = false;
         u32 place = kNowhere, row = kEmpty;
         if (misses[q]) {  // (the claim of a token without a row comes to nothing: nobody finds a row)
-          if (t < plan.context) place = claim(t, o, mine);
-          row = row_of_host(asked_row[q]);
+          if (t < context()) place = claim(t, o, mine);
+          row = row_of_host(asked_row[q], token_[q]);
           if (row == kEmpty) {
             mine = false;
             place = kNowhere;
@@ -514,33 +650,12 @@ struct Swap {
         if (mine && e < plan.rows_kept) atomicExch(row_of() + e, row);  // from here on a mover may take it
         if constexpr (!kNative<Args>) set_bit(words(plan.filter), filter_bit(t));
       }
-      if (round == 0) await_table(1);
-      std::int32_t locs[kDeep];
 #pragma unroll
-      for (u32 q = 0; q < kDeep; ++q) {
-        const std::int32_t loc = slot_loc(min(columns_[q], columns() - 1));
-        locs[q] = columns_[q] != kEmpty ? max(loc, -1) : -1;
-      }
-      if constexpr (kQuads) {
-        const u32 o = occurrence(turn(round, 0)), step = plan.by_step(o);
-        std::int32_t* const to = answers + i64{plan.out_step} * step + (o - step * static_cast<u32>(x.top_k));
-        if (o >= occurrences()) {
-        } else if (misses[0] | misses[1] | misses[2] | misses[3]) {
-#pragma unroll
-          for (u32 q = 0; q < kDeep; ++q)
-            if (!misses[q]) to[q] = locs[q];
-        } else {
-          *reinterpret_cast<int4*>(to) = make_int4(locs[0], locs[1], locs[2], locs[3]);
-        }
-      } else {
-#pragma unroll
-        for (u32 q = 0; q < kDeep; ++q)
-          if (const u32 o = occurrence(turn(round, q)); !misses[q] && o < occurrences()) answer(o, locs[q]);
-      }
+      for (u32 q = 0; q < kDeep; ++q) found.column[q] = columns_[q], found.miss[q] = misses[q];
+      if (more || !kLate) answer_found(round, found);
       if (more) look(asked, l);
+      found.round = round;
     }
-    ptx::barrier_arrive(&s().resolved);
-    return bad | bad_tables(tail.scratch);
   }
 
   /// sglang's state: a token that its index has lost may still sit in a slot. Every slot asks whether this CTA misses its token; the smallest
@@ -615,6 +730,39 @@ struct Swap {
     met_phase ^= 1;
   }
 
+  /// A call that decides by itself what it can: all CTAs see whatever makes the row invalid, each stamps the hits that it sees, and a call without a miss
+  /// needs nothing but that all say so.
+  __device__ __forceinline__ bool alone() const { return kBytes && !kRows && (f.flags & kAlone) != 0 && !now.restart; }
+  /// By one warp, once this CTA's lists are complete.
+  __device__ __forceinline__ void say() const {
+    if (lane_id() >= cluster() || lane_id() == rank) return;
+    if (s().lists == 0)
+      remote_expect(remote_barrier(&s().quiet, lane_id()), 0);
+    else
+      remote_or(remote(ptx::shared(&s().loud), lane_id()), 1);
+  }
+  __device__ __forceinline__ bool somebody_misses() const {
+    if (s().lists != 0) return true;
+    if (cluster() == 1) return false;
+#pragma unroll 1
+    for (u32 loud = 0;;) {
+      if (__any_sync(kFull, ptx::barrier_passed(&s().quiet, 0))) return false;
+      if (lane_id() == 0) loud = atomicOr(&s().loud, 0u);
+      if (__shfl_sync(kFull, loud, 0) != 0) return true;
+    }
+  }
+  /// The stamps of what this CTA saw hit. Other CTAs may still be reading them: the age of a hit column is of no account.
+  __device__ __forceinline__ void stamp_mine(u32 first, u32 threads) const {
+    if constexpr (kBytes) {
+      std::int32_t* const stamps = const_cast<std::int32_t*>(ages());
+      const std::int32_t stamp = layout::hit_stamp(static_cast<std::int32_t>(now.call));
+      const i64 step = ages_step();
+#pragma unroll 8
+      for (u32 c = first; c < hot(); c += threads)
+        if (hit_bytes()[c] != 0) stamps[c * step] = stamp;
+    }
+  }
+
   /// Behind the boxes, by the thinking warps: what was hit, and who was first. False: nothing to move, all is done.
   __device__ __forceinline__ bool learn() const {
     listen(&s().told, phase);
@@ -678,12 +826,10 @@ struct Swap {
     for (u32 base = 0; base < plan.words; base += kPolicyThreads) {
       const u32 w = base + threadIdx.x;
       u32 word = 0;
-      if (w < plan.words)
-#pragma unroll
-        for (u32 i = 0; i < 4; ++i) {
-          const u32 round = plan.by_cluster(4 * w + i), cta = 4 * w + i - round * plan.cluster + first_turn(round);
-          word |= u32{at<std::uint8_t>(plan.firsts)[min(cta, cta - plan.cluster) * (plan.slice / 8) + round]} << 8 * i;
-        }
+      if (w < plan.words) {
+        const u32 round = plan.by_cluster(w), cta = w - round * plan.cluster + first_turn(round);
+        word = words(plan.firsts)[min(cta, cta - plan.cluster) * (plan.slice / 32) + round];
+      }
       u32 total;
       const u32 before = all + sum_before(__popc(word), total, kPolicyWarps);
       all += total;
@@ -709,6 +855,20 @@ struct Swap {
     else
       age = now.epoch_mask - ((now.call - age) & now.epoch_mask) + 1;
     return (loc < 0) | hit ? kTaken : token < 0 ? 0 : age;
+  }
+  // A plan that the next kernel replays while this one is still at work: the count of a row is first negative, kPending + the CTAs whose entries are
+  // there; the last one writes how many there are. Nothing is published by a fence, which would wait for rows of the host: an exchange has come back.
+  __device__ __forceinline__ bool publishes() const { return kBytes && !kRows && (f.flags & kPublish) != 0; }
+  __device__ __forceinline__ void publish_begin() const {
+    if (rank == 0) {
+      *reinterpret_cast<volatile std::int32_t*>(&x.plan.count(b)) = kPending;
+      __threadfence();
+    }
+    ptx::let_next_start();
+  }
+  __device__ __forceinline__ void publish_end(std::int32_t n) const {
+    if (atomicAdd(&x.plan.count(b), 1) == kPending + static_cast<std::int32_t>(cluster()) - 1)
+      *reinterpret_cast<volatile std::int32_t*>(&x.plan.count(b)) = n;
   }
   /// Of slot c, where the tables are not here.
   __device__ __forceinline__ u32 key_at(u32 c) const {
@@ -931,6 +1091,7 @@ struct Swap {
 
   /// Tables, plan and answers of what this CTA claimed; target() becomes its device row.
   __device__ __forceinline__ void commit(u32 victims, u32 spare) const {
+    u64 back = 0;
 #pragma unroll 1
     for (u32 e = threadIdx.x; e < moves(); e += kPolicyThreads) {
       const u32 first = served()[e];
@@ -954,10 +1115,16 @@ struct Swap {
       target()[e] = loc;
       answer(number()[e], loc);
       if (x.plan.src && loc >= 0) {
-        x.plan.src(b, u) = host_row_at(e);
-        x.plan.dst(b, u) = loc;
+        if (publishes()) {
+          back |= atomicExch(reinterpret_cast<unsigned long long*>(&x.plan.src(b, u)), u64{host_row_at(e)});
+          back |= static_cast<u32>(atomicExch(&x.plan.dst(b, u), loc));
+        } else {
+          x.plan.src(b, u) = host_row_at(e);
+          x.plan.dst(b, u) = loc;
+        }
       }
     }
+    asm volatile("" ::"l"(back) : "memory");
   }
   /// The other occurrences of missing tokens.
   __device__ __forceinline__ void answer_again(u32 victims, u32 spare) const {
@@ -1011,13 +1178,13 @@ struct Swap {
   /// Counters and clock, by one warp of CTA 0.
   __device__ __forceinline__ void finish(u32 misses, u32 victims, u32 spare) const {
     u32 found = 0;
-    if constexpr (kNative<Args>) {
+    if (kNative<Args> && !alone()) {
 #pragma unroll 4
       for (u32 w = lane_id(); w < plan.columns_words; w += 32) found += __popc(words(plan.hits)[w]);
       found = __reduce_add_sync(kFull, found);
     }
     if (lane_id() != 0) return;
-    if (x.plan.src) x.plan.count(b) = static_cast<std::int32_t>(victims + spare);
+    if (x.plan.src && (misses == 0 || !publishes())) x.plan.count(b) = static_cast<std::int32_t>(victims + spare);
     if constexpr (kNative<Args>) {
       x.clock(r) = static_cast<std::int32_t>(now.call);
       if (x.unique_misses) x.unique_misses(b) = static_cast<std::int32_t>(misses);
@@ -1036,6 +1203,7 @@ struct Swap {
     std::int32_t clock, generation;
   };
   __device__ __forceinline__ Clock ask_clock() const {
+    if constexpr (kOrdinary && kNative<Args>) return {f.clock[i64{f.clock_row} * r], 0};
     if constexpr (kNative<Args>)
       return {x.clock(r), 0};
     else
@@ -1071,8 +1239,12 @@ struct Swap {
     if constexpr (!kOrdinary) meet();  // nobody looks at the tables any more
     commit(victims, spare);
     ptx::barrier_arrive(&s().placed);
+    if (publishes()) {
+      policy_barrier();
+      if (threadIdx.x == 0) publish_end(static_cast<std::int32_t>(victims + spare));
+    }
     answer_again(victims, spare);
-    stamp_hits(true);
+    if (!alone()) stamp_hits(true);
     if (rank == 0 && threadIdx.x / 32 == kPolicyWarps - 1) finish(misses, victims, spare);
   }
 
@@ -1114,7 +1286,9 @@ struct Swap {
       if (n > 0) {
         bool won = false;
         if (lane_id() == 0) won = atomicCAS(&s().taken, first, first + n) == first;
-        if (__shfl_sync(kFull, won, 0)) take(first, n, row, taken);
+        if (__shfl_sync(kFull, won, 0)) {
+          if (taken == 0) take(first, n, row, taken);
+        }
       } else if (__all_sync(kFull, last)) {
         return;
       } else {
@@ -1170,68 +1344,165 @@ struct Swap {
 
   /// What is read first of a row; nothing here waits for it.
   struct Begin {
-    Wide request;
+    Wide request, other;
     std::int32_t real;
     Asked asked[kDeep];
   };
   __device__ __forceinline__ Begin begin(i64 batch_row) {
     b = batch_row;
     Begin a;
-    a.request = ask_wide(wide_at(x.requests, b, 0), x.requests.bytes);
-    a.real = *(x.num_real ? x.num_real : reinterpret_cast<const std::int32_t*>(&no_tokens));
-    selection = &x.tokens(b, 0, 0);
+    if constexpr (kOrdinary) {
+      const auto* const ids = static_cast<const std::byte*>(f.requests);
+      const auto row = static_cast<std::int32_t>(b);
+      const int width = f.flags & kWideRequests ? 8 : 4;
+      a.request = ask_wide(reinterpret_cast<const u32*>(ids + i64{f.request_bytes} * row), width);
+      a.real = *f.real;
+      selection = f.tokens + i64{f.token_row} * row;  // (where lists of tokens do not fit, they are read again by whoever needs them)
+      if (threadIdx.x >= kResolvers) {                // they look for another row with the same request
+        const auto other = static_cast<std::int32_t>(threadIdx.x - kResolvers);
+        a.other = ask_wide(
+            reinterpret_cast<const u32*>(ids + i64{f.request_bytes} * (other < static_cast<std::int32_t>(f.batch) ? other : row)), width);
+        return a;
+      }
+      lengths = static_cast<const std::byte*>(f.lengths) + i64{f.length_row} * row;
+    } else {
+      a.request = ask_wide(wide_at(x.requests, b, 0), x.requests.bytes);
+      a.real = *(x.num_real ? x.num_real : reinterpret_cast<const std::int32_t*>(&no_tokens));
+      a.other = a.request;
+      selection = &x.tokens(b, 0, 0);
+    }
     ask(0, a.asked);
     return a;
+  }
+  /// Another row of the batch that has my request; by the warps that will bring rows.
+  __device__ __forceinline__ bool twice(Wide first, int width, i64 real) const {
+    bool bad = false;
+    i64 other = threadIdx.x - kResolvers;
+    if constexpr (kOrdinary) {
+      bad = other < real && other != b && first.value(width) == r;
+      other += kThreads - kResolvers;
+    }
+#pragma unroll 1
+    for (; other < real; other += kThreads - kResolvers)
+      if (other != b) bad |= load_wide(x.requests, other, 0) == r;
+    return bad;
   }
   __device__ __forceinline__ void row(const Begin& begin) {
     clear();
     __syncthreads();  // everything is clear, all barriers are ready
     arrive_in_cluster();
-    r = begin.request.value(x.requests.bytes);
-    const i64 real = x.num_real ? min(max(i64{begin.real}, i64{0}), x.batch) : x.batch;
-    answers = &x.out(b, 0, 0);
-    if (b >= real || r < 0 || r >= x.request_slots) {
+    const int width = kOrdinary ? (f.flags & kWideRequests ? 8 : 4) : x.requests.bytes;
+    r = begin.request.value(width);
+    const i64 batch = kOrdinary ? i64{f.batch} : x.batch;
+    const i64 real = (kOrdinary ? (f.flags & kGivenReal) != 0 : x.num_real != nullptr) ? min(max(i64{begin.real}, i64{0}), batch) : batch;
+    answers = kOrdinary ? f.out + b * f.out_row : &x.out(b, 0, 0);
+    if (b >= real || r < 0 || r >= (kOrdinary ? i64{f.slots} : x.request_slots)) {
       cluster_wait();
       padding(b >= real && !kNative<Args> ? 0 : -1, kThreads);
       return;
     }
-    if constexpr (kNative<Args>) hints = static_cast<const std::byte*>(x.token_slots.data) + r * x.token_slots.s0 * x.token_slots.bytes;
-    hosts = static_cast<const std::byte*>(x.host_locs.data) + r * x.host_locs.s0 * x.host_locs.bytes;
+    if constexpr (kOrdinary) {
+      if constexpr (kNative<Args>) hints = f.hints + r * f.hint_row;
+      hosts = f.hosts + r * f.host_row;
+    } else {
+      if constexpr (kNative<Args>) hints = static_cast<const std::byte*>(x.token_slots.data) + r * x.token_slots.s0 * x.token_slots.bytes;
+      hosts = static_cast<const std::byte*>(x.host_locs.data) + r * x.host_locs.s0 * x.host_locs.bytes;
+    }
     asm("" : "+l"(hints), "+l"(hosts));  // in registers, not from their factors for each token
     __builtin_assume(__isGlobal(hints)), __builtin_assume(__isGlobal(hosts));
-    stage();
+    const bool mover = threadIdx.x >= kResolvers;
     Look l;
-    look(begin.asked, l);
-    const Tail tail = ask_tail();
-    if (plan.next_early) ptx::let_next_start();
+    Tail tail;
+    u32 page = 0;
+    std::int32_t spare = -1;
+    if (mover) {
+      stage();
+      tail = ask_tail();
+      if (threadIdx.x == kThreads - 1)
+        page = *reinterpret_cast<const volatile u32*>(hosts);  // its page's address will be known when it is needed
+      // Arguments that are read next: cold lines of 64 bytes.
+      asm volatile("" ::"l"(copy.pair[0].host), "l"(copy.pair[0].host_pitch), "l"(copy.host_rows), "l"(copy.item), "r"(plan.slice),
+                   "r"(plan.context), "r"(plan.box), "r"(plan.bins), "r"(plan.stash), "l"(&nothing));
+    } else {
+      look(begin.asked, l);
+      spare = ask_scratch();
+    }
+    if (publishes()) {
+      if (threadIdx.x == kResolvers) publish_begin();
+    } else if (kOrdinary ? (f.flags & kEarly) != 0 : plan.next_early) {
+      ptx::let_next_start();
+    }
     const Clock clock = ask_clock();
     cluster_wait();  // all parts of the table of claims are empty
     bool busy;
-    if (threadIdx.x >= kResolvers) {  // these meet nobody before the end: their rows may be on their way for long
+    if (mover) {  // these meet nobody between the second barrier and the end: their rows may be on their way for long
+      map_tail(tail);
+      bool bad = twice(begin.other, width, real);
+      await_copies();
+      arrive_at(3);
+      await_table(1);
+      bad |= bad_table();
+      if (bad) atomicOr(&s().bad, 1u);
+      asm volatile("" ::"r"(page));
+      arrive_at(2);
       u32 taken = 0;
       bring_early(taken);
+      if constexpr (kLate) {
+        (void)read_clock(clock);
+        if (alone() && s().bad == 0 && !somebody_misses()) return;
+      }
       bring(taken);
       busy = s().busy != 0;
     } else {
-      bool bad = resolve(l, tail, real);
-      bad |= !read_clock(clock);
+      Found found;
+      resolve(l, found);
+      bool bad = !read_clock(clock);
+      if (kLate && !alone()) answer_found(found.round, found);
+      bad |= bad_scratch(spare);
       if (bad) atomicOr(&s().bad, 1u);
       ptx::fence_async();
-      resolvers_barrier();
+      ptx::barrier_of(2, kThreads);
+      if (threadIdx.x == kResolvers - 1) ptx::barrier_arrive(&s().resolved);
       if constexpr (!kNative<Args>) ask_slots();
+      bool late = kLate && alone() && s().bad == 0;
+      if (alone() && s().bad == 0) {
+        if (threadIdx.x / 32 == 0) say();
+        const bool mine = s().lists == 0;
+        if (mine || threadIdx.x >= kPolicyThreads) {
+          answer_found(found.round, found);
+          late = false;
+        }
+        if (mine)
+          stamp_mine(threadIdx.x, kResolvers);
+        else if (threadIdx.x >= kPolicyThreads)
+          stamp_mine(threadIdx.x - kPolicyThreads, kResolvers - kPolicyThreads);
+        if (rank == 0 && threadIdx.x == 32) {
+          if (x.plan.src && !publishes()) x.plan.count(b) = 0;
+          if constexpr (kNative<Args>)
+            if (x.unique_misses) x.unique_misses(b) = 0;
+        }
+        if (!somebody_misses()) {
+          if (publishes() && rank == 0 && threadIdx.x == 32) x.plan.count(b) = 0;
+          if constexpr (kNative<Args>)
+            if (rank == 0 && threadIdx.x == 0)
+              const_cast<std::int32_t*>(f.clock)[i64{f.clock_row} * r] = static_cast<std::int32_t>(now.call);
+          await_table(2);  // no copy comes here once this CTA is gone
+          return;
+        }
+      }
       if (threadIdx.x >= kPolicyThreads) {
         ptx::barrier_wait(&s().placed, phase);
         busy = s().busy != 0;
         if constexpr (!kNative<Args>)
           if (busy) index_loaded();
       } else {
-        if (threadIdx.x == 0) {
-          head(rank) = {moves() + again(), s().bad, {}};
-          ptx::fence_async();
-        }
+        pack_hits();
+        if (threadIdx.x == 0) head(rank) = {moves() + again(), s().bad, {}};
+        ptx::fence_async();
         await_table(2);
         policy_barrier();
         tell(plan.box + rank * plan.box_bytes, kOrdinary ? plan.box_bytes : sizeof(Head), &s().told);
+        if (late) answer_found(found.round, found);
         busy = learn();
         if (threadIdx.x == 0) s().busy = busy;
         if (!busy) ptx::let_next_start();  // nothing to move: all are about to leave
@@ -1253,29 +1524,32 @@ struct Swap {
 /// kRows: a cluster serves several rows, one after the other. Most launches have a cluster for each; their kernel is one without a loop, since the
 /// compiler moves what all rounds of a loop share to its front, and that was hundreds of cycles before the first load.
 template <class Args, u32 kDeep, bool kOrdinary, bool kRows>
-__global__ void __launch_bounds__(kThreads, 1)
-    swap_kernel(const __grid_constant__ Args x, const __grid_constant__ CopyGeometry copy, const __grid_constant__ Plan plan) {
-  extern __shared__ __align__(16) std::byte memory[];
+__global__ void __launch_bounds__(kThreads, 1) swap_kernel(const __grid_constant__ Front f, const __grid_constant__ Args x,
+                                                           const __grid_constant__ CopyGeometry copy, const __grid_constant__ Plan plan) {
+  extern __shared__ __align__(16) std::byte dynamic[];
+  std::byte* memory = dynamic;
+  asm("" : "+l"(memory));  // in a register: as an address of its own it is made anew from the number of the CTA (S2R) for each access
+  __builtin_assume(__isShared(memory));
   Shared& s = *reinterpret_cast<Shared*>(memory);
-  if (threadIdx.x < 96 && lane_id() == 0) {
-    ptx::barrier_init(&s.staged[threadIdx.x / 32], 1);  // by who uses it first
-    if (threadIdx.x == 0) {
-      ptx::barrier_init(&s.told, max(plan.cluster - 1, 1u));
-      ptx::barrier_init(&s.ranked, max(plan.cluster - 1, 1u));
-      ptx::barrier_init(&s.placed, kPolicyThreads);
-      ptx::barrier_init(&s.resolved, kResolvers);
-      ptx::barrier_init(&s.met, plan.cluster);
-    }
+  const u32 cluster = kOrdinary ? f.cluster : plan.cluster;
+  if (threadIdx.x == kResolvers) {
+    for (u64& staged : s.staged) ptx::barrier_init(&staged, 1);  // by who uses it first
+    ptx::barrier_init(&s.told, max(cluster - 1, 1u));
+    ptx::barrier_init(&s.ranked, max(cluster - 1, 1u));
+    ptx::barrier_init(&s.quiet, max(cluster - 1, 1u));
+    ptx::barrier_init(&s.placed, kPolicyThreads);
+    ptx::barrier_init(&s.resolved, 1);
+    ptx::barrier_init(&s.met, cluster);
     ptx::fence_barriers();
     ptx::fence_async();
   }
-  Swap<Args, kDeep, kOrdinary> swap{x, copy, plan, memory, ptx::cluster_rank(), 0, 0, 0, 0, 0, {}, nullptr, nullptr, nullptr, nullptr};
+  Swap<Args, kDeep, kOrdinary, kRows> swap{f,       x,       copy,    plan,    memory, ptx::cluster_rank(), 0, 0, 0, 0, 0, {},
+                                           nullptr, nullptr, nullptr, nullptr, nullptr};
   ptx::wait_for_previous();
-  const u32 clusters = gridDim.x / plan.cluster;
 #pragma unroll 1
-  for (i64 b = blockIdx.x / plan.cluster;;) {
+  for (i64 b = (blockIdx.x - swap.rank >> f.cluster_shift) * f.cluster_inverse;;) {  // an exact division
     swap.row(swap.begin(b));
-    if (!kRows || (b += clusters) >= x.batch) break;
+    if (!kRows || (b += gridDim.x / cluster) >= x.batch) break;
     ptx::fence_async();  // the next row's tables come where this one's were
     __syncthreads();
     cluster_leave();  // nobody reads what the next row will clear
@@ -1312,8 +1586,6 @@ Plan make_plan(const Args& x, u32 cluster, bool ordinary, bool spare) {
   p.tail = static_cast<u32>(x.tail);
   p.token_step = static_cast<std::int32_t>(x.tokens.s1), p.token_place = static_cast<std::int32_t>(x.tokens.s2);
   p.out_step = static_cast<std::int32_t>(x.out.s1), p.out_place = static_cast<std::int32_t>(x.out.s2);
-  p.host_bytes = static_cast<std::int32_t>(x.host_locs.s1 * x.host_locs.bytes);
-  if constexpr (kNative<Args>) p.hint_bytes = static_cast<std::int32_t>(x.token_slots.s1 * x.token_slots.bytes);
   const auto aligned = [](const void* base, i64 row, i64 step) {
     return reinterpret_cast<std::uintptr_t>(base) % 16 == 0 && row % 4 == 0 && step == 1;
   };
@@ -1326,11 +1598,25 @@ Plan make_plan(const Args& x, u32 cluster, bool ordinary, bool spare) {
   Carve take;
   take(sizeof(Shared) / 4);
   p.box_bytes = static_cast<u32>(sizeof(Head)) + (ordinary ? (p.columns_words + 3) / 4 * 16 : 0);
+  const u32 zeros = take.bytes;
+  p.hit_bytes = take(kNative<Args> && ordinary ? (W + 15) / 16 * 4 : 0);
   p.box = take(p.box_bytes / 4 * cluster + (ordinary ? 0 : (p.columns_words + 3) / 4 * 4));
   p.firsts = take(p.words);
+  if constexpr (!kNative<Args>) {
+    p.filter_mask = 4095;
+    while (p.filter_mask + 1 < 32 * p.slice) p.filter_mask = 2 * p.filter_mask + 1;
+    p.filter = take((p.filter_mask + 1) / 32);
+  }
+  const u32 ones = take.bytes;
   p.claims = take(2 * p.part);
-  p.token = take(p.tokens_kept ? p.slice : 0);
+  p.tail_key = take(p.tail_mask ? p.tail_mask + 1 : 0);
+  p.tail_column = take(p.tail_mask ? p.tail_mask + 1 : 0);
+  p.zeros = zeros, p.zero_words = (ones - zeros) / 4;
+  p.ones = ones;  // to the rows that fit into the stash, see add_stash()
+  const u32 rows = take.bytes;
+  p.one_words = (rows - ones) / 4;
   p.row = take(p.rows_kept);
+  p.token = take(p.tokens_kept ? p.slice : 0);
   p.served = take(p.slice);
   p.target = kNative<Args> ? p.served : take(p.slice);
   p.number = take(p.slice / 2);
@@ -1345,15 +1631,8 @@ Plan make_plan(const Args& x, u32 cluster, bool ordinary, bool spare) {
   p.victims = take(p.hot_words);
   p.victims_before = take(p.hot_words + 1);
   p.bins = take(kBins);
-  p.tail_key = take(p.tail_mask ? p.tail_mask + 1 : 0);
-  p.tail_column = take(p.tail_mask ? p.tail_mask + 1 : 0);
   p.scratch = take(p.scratch_words);
   p.scratch_before = take(p.scratch_words + 1);
-  if constexpr (!kNative<Args>) {
-    p.filter_mask = 4095;
-    while (p.filter_mask + 1 < 32 * p.slice) p.filter_mask = 2 * p.filter_mask + 1;
-    p.filter = take((p.filter_mask + 1) / 32);
-  }
   p.stash = take.bytes;
   p.bytes = take.bytes;
   return p;
@@ -1364,14 +1643,61 @@ void add_stash(Plan& p, const CopyGeometry& copy, u32 most) {
   p.stash_pitch = static_cast<u32>(copy.item) + (copy.paged ? 16 : 0);
   p.stash_rows = std::min({p.slice, kMostStash, (most - p.bytes) / p.stash_pitch});
   p.bytes += p.stash_rows * p.stash_pitch;
+  p.one_words += (p.stash_rows + 3) & ~3u;
+}
+template <class Args>
+Front make_front(const Args& x, const Plan& p, bool ordinary, bool publish) {
+  Front f{};
+  f.cluster_shift = static_cast<u32>(std::countr_zero(p.cluster));
+  const u32 odd = p.cluster >> f.cluster_shift;
+  f.cluster_inverse = 1;
+  for (int i = 0; i < 5; ++i) f.cluster_inverse *= 2 - odd * f.cluster_inverse;  // (each round doubles the bits that are right)
+  f.zeros = p.zeros, f.zero_words = p.zero_words, f.ones = p.ones, f.one_words = p.one_words;
+  if (!ordinary) return f;
+  const auto narrow = [](i64 n) { return static_cast<std::int32_t>(n); };
+  f.requests = x.requests.data, f.lengths = x.seq_lens.data, f.tokens = x.tokens.data;
+  f.real = x.num_real ? x.num_real : static_cast<const std::int32_t*>(x.requests.data);
+  f.request_bytes = narrow(x.requests.s0 * x.requests.bytes);
+  f.length_row = narrow(x.seq_lens.s0 * x.seq_lens.bytes), f.length_step = narrow(x.seq_lens.s1 * x.seq_lens.bytes);
+  f.token_row = narrow(x.tokens.s0), f.token_step = narrow(x.tokens.s1), f.token_place = narrow(x.tokens.s2);
+  f.by_step = Divider(static_cast<u32>(x.top_k)).factor;
+  f.top_k = static_cast<u32>(x.top_k), f.occurrences = static_cast<u32>(x.steps * x.top_k);
+  f.batch = static_cast<u32>(x.batch), f.cluster = p.cluster, f.slots = static_cast<u32>(x.request_slots);
+  f.hot = static_cast<u32>(x.hot), f.columns = static_cast<u32>(x.hot + x.tail), f.tail = p.tail, f.context = p.context;
+  f.scratch = static_cast<u32>(x.scratch);
+  f.hosts = static_cast<const std::byte*>(x.host_locs.data);
+  f.slot_tokens = x.slot_tokens.data, f.slot_locs = x.slot_locs.data, f.out = x.out.data;
+  f.host_row = narrow(x.host_locs.s0 * x.host_locs.bytes), f.host_bytes = narrow(x.host_locs.s1 * x.host_locs.bytes);
+  f.slot_step = narrow(x.slot_tokens.s1), f.loc_step = narrow(x.slot_locs.s1);
+  f.slot_row = narrow(x.slot_tokens.s0), f.loc_row = narrow(x.slot_locs.s0), f.out_row = narrow(x.out.s0);
+  f.tokens_at = p.tokens, f.locs_at = p.locs, f.ages_at = p.ages;
+  f.flags = (x.requests.bytes == 8 ? kWideRequests : 0) | (x.seq_lens.bytes == 8 ? kWideLengths : 0) | (x.num_real ? kGivenReal : 0) |
+            (p.bulk ? kBulk : 0) | (x.host_locs.bytes == 8 ? kWideHosts : 0) | (p.next_early ? kEarly : 0);
+  if constexpr (kNative<Args>) {
+    f.hints = static_cast<const std::byte*>(x.token_slots.data);
+    f.hint_row = narrow(x.token_slots.s0 * x.token_slots.bytes), f.hint_bytes = narrow(x.token_slots.s1 * x.token_slots.bytes);
+    f.ages = x.stamps.data, f.age_row = narrow(x.stamps.s0), f.clock = x.clock.data, f.clock_row = narrow(x.clock.s0);
+    if (x.token_slots.bytes == 4) f.flags |= kWideHints;
+    if (!x.unique_hits && x.scratch <= kResolvers) f.flags |= kAlone;
+    if (publish) f.flags |= kPublish;
+  } else {
+    f.ages = &x.policy(1, 0), f.age_row = narrow(x.policy.s0), f.clock = x.policy.data, f.clock_row = narrow(x.policy.s1);
+  }
+  return f;
 }
 
 /// Few steps and strides of 32 bits (and tables that fit into shared memory, see below).
 template <class Args>
 bool is_ordinary(const Args& x) {
-  const auto narrow = [](i64 stride) { return -(i64{1} << 28) < stride && stride < (i64{1} << 28); };
-  bool yes = narrow(x.tokens.s1) && narrow(x.tokens.s2) && narrow(x.out.s1) && narrow(x.out.s2) && narrow(x.host_locs.s1);
-  if constexpr (kNative<Args>) yes = yes && narrow(x.token_slots.s1);
+  const auto narrow = [](auto... strides) { return ((-(i64{1} << 28) < strides && strides < (i64{1} << 28)) && ...); };
+  bool yes =
+      narrow(x.batch, x.request_slots, x.requests.s0, x.seq_lens.s0, x.seq_lens.s1, x.tokens.s0, x.tokens.s1, x.tokens.s2, x.out.s0,
+             x.out.s1, x.out.s2, x.host_locs.s0, x.host_locs.s1, x.slot_tokens.s0, x.slot_tokens.s1, x.slot_locs.s0, x.slot_locs.s1) &&
+      x.context > 0 && x.hot > 0;
+  if constexpr (kNative<Args>)
+    yes = yes && narrow(x.token_slots.s0, x.token_slots.s1, x.stamps.s0, x.clock.s0);
+  else
+    yes = yes && narrow(x.policy.s0, x.policy.s1);
   return yes;
 }
 
@@ -1425,9 +1751,10 @@ const u32* cluster_of(const Args& x) {
   return size;
 }
 
+/// `publish`: the plan, while the call is at work, if it can be. Whether it is.
 template <class Args>
-void run_swap(const Args& x, Stream stream) {
-  if (x.batch == 0) return;
+bool run_swap(const Args& x, Stream stream, bool publish = false) {
+  if (x.batch == 0) return false;
   const CopyGeometry copy = geometry(x.copy);
   check_rows(x.op, copy);
   if (x.steps * x.top_k > kMostOccurrences) too_large(x.op, x.hot, x.steps * x.top_k);
@@ -1465,11 +1792,20 @@ void run_swap(const Args& x, Stream stream) {
   shape.shared = plan.bytes;
   shape.cluster = cluster;
   shape.overlap = true;
-  specstate::cuda::launch(kernel_for<Args>(plan.slice, ordinary, quads, shape.grid.x < x.batch * cluster), shape, stream, x, copy, plan);
+  const bool rows = shape.grid.x < x.batch * cluster;
+  publish = publish && plan.next_early && ordinary && !rows;
+  specstate::cuda::launch(kernel_for<Args>(plan.slice, ordinary, quads, rows), shape, stream, make_front(x, plan, ordinary, publish), x,
+                          copy, plan);
+  return publish;
 }
 
 }  // namespace
 
+void run(const SwapInArgs& args, const CopyArgs* followers, std::int64_t num_followers, Stream stream) {
+  ReplayPlanArgs replay = plan_of(args);
+  replay.early = run_swap(args, stream, true);
+  run(replay, followers, num_followers, stream);
+}
 void run(const SwapInArgs& args, Stream stream) { run_swap(args, stream); }
 void run(const SpecSwapArgs& args, Stream stream) { run_swap(args, stream); }
 
