@@ -415,7 +415,7 @@ TEST_F(KdaGpu, BitsDoNotDependOnTheLaunch) {
                                                << " warps " << warps;
       };
       for (int rows : {8, 4, 2, 1}) same(rows, 0, 0);
-      for (int warps : {4, 8, 16}) same(0, 1, warps);
+      for (int warps : {3, 4, 8, 16}) same(0, 1, warps);
     }
   }
 }

@@ -291,6 +291,11 @@ int clusters_at_once(const launching::DeviceInfo& device) {
 bool spreads(const VerifyCall& a, const launching::DeviceInfo& device) {
   return forced().warps ? forced().warps == 4 && a.N < 65536 : a.N * a.HV <= clusters_at_once(device);
 }
+/// Whether third.cuh is, as measured: where multiprocessors have two or three heads each.
+bool in_thirds(const VerifyCall& a, const launching::DeviceInfo& device) {
+  const std::int64_t heads = a.N * a.HV, each = device.multiprocessors;
+  return a.N < 65536 && (forced().warps ? forced().warps == 3 : each < heads && heads <= 3 * each);
+}
 
 }  // namespace
 
@@ -324,8 +329,16 @@ void run(const VerifyArgs& args, Stream stream) {
                          .cluster = SpreadCall::kParts,
                          .overlap = forced().overlap},
                         stream, narrow);
+    } else if (frozen && 0 < longest && longest <= 8 && in_thirds(a, device) && narrowed(call, narrow)) {
+      const ThirdKernel kernel = verify_third();
+      launching::launch(kernel.run,
+                        {.grid = dim3(blocks(a.HV), static_cast<unsigned>(a.N)),
+                         .block = static_cast<unsigned>(kernel.threads),
+                         .shared = kernel.bytes,
+                         .overlap = forced().overlap},
+                        stream, narrow);
     } else {
-      const HeadsKernel kernel = verify_heads(frozen, warps == 4 ? 16 : warps);
+      const HeadsKernel kernel = verify_heads(frozen, warps < 8 ? 16 : warps);
       launching::launch(kernel.run,
                         {.grid = blocks(resident(a.N * a.HV, 1, device, kernel.each)),
                          .block = static_cast<unsigned>(kernel.threads),

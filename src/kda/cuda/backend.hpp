@@ -121,6 +121,13 @@ struct SpreadKernel {
   int threads = 0;
 };
 SpreadKernel verify_spread();
+/// The same where up to three heads share a multiprocessor: third.cuh.
+struct ThirdKernel {
+  void (*run)(SpreadCall) = nullptr;
+  int threads = 0;
+  std::size_t bytes = 0;  // of shared memory
+};
+ThirdKernel verify_third();
 
 using FoldKernel = void (*)(FoldCall, int parts);
 
@@ -168,7 +175,7 @@ struct Forced {
   int rows = 0;     // of a lane; 0: free
   int frozen = -1;  // -1: free
   int frame = -1;   // the recurrence in heads.cuh where it applies, or in verify.cuh; -1: free
-  int warps = 0;    // of a CTA of heads.cuh in ring mode, or 4: spread.cuh where it applies; 0: free
+  int warps = 0;    // of a CTA of heads.cuh in ring mode, or 4: spread.cuh, 3: third.cuh, where they apply; 0: free
   bool overlap = true;
 };
 SPECSTATE_API Forced& forced();

@@ -1,0 +1,529 @@
+#pragma once
+// Ring mode from a frozen state (see frozen.cuh) of requests of a block of tokens at most, where there are more heads than multiprocessors: a head is a
+// CTA, and three CTAs share a multiprocessor, so that whatever one head waits for another computes: a call of 32 requests of 12 heads is in flight as a
+// whole. 75 KiB of shared memory a head, of which 64 are its state.
+//   tokens     come by asynchronous copies, half a warp a row, where they are if all requests have as many; cu_seqlens may say otherwise later. One warp
+//              finds the head (all CTAs ask for the same few lines of indices) and asks for the windows of its slot
+//   each       a warp two tokens, of q and k or of v and gates, a lane four channels: convolution, gates, records, windows
+//   meeting    a warp half a column of the triangles, then the other half, or the operands of two tokens
+//   rows       a warp has 16 rows of the state from the bulk copies that bring them to the output, and waits for no other warp: the product on tensor
+//              cores; then a lane has a row, half the warp P and u, the other half Q and o, to which each token's u goes from the first; then a lane
+//              has four rows of a token. Warps meet once more, for the norm's sums of squares
+// The rows of the last three warps lie where tokens, keys, queries and decays lie before, so these are asked for when tokens have met. P, Q and o lie
+// on used-up rows of their warp. Strides are 32 bits of bytes. Sums are in the order of frozen.cuh, hence bits are equal.
+#include "kda/cuda/frozen.cuh"
+
+namespace specstate::kda::cuda::third {
+
+namespace ptx = specstate::cuda::ptx;
+using plain::column_terms, plain::kDim, plain::kTokens, plain::multiply, plain::place_of_taps, plain::row_of_eight, plain::row_of_four,
+    plain::transposed_sums, plain::truncated;
+
+constexpr int kWarps = 8, kThreads = 32 * kWarps, kRows = kDim / kWarps, kPiece = kRows / 2 * kDim, kHalf = kDim / 2 * kDim + 16;
+constexpr int kEarly = kWarps - 3;   // warps whose rows are not asked for late
+constexpr int kFinder = 3;           // the warp that finds the head
+constexpr int kConv = 4;             // inputs of a token's convolution
+constexpr int kPitch = kTokens + 4;  // of P and Q's rows
+
+struct Found {
+  int slot, row, begin, tokens, behind;  // tokens: less than 0 are so many of padding
+  int spare;                             // -1: room for what a later form may find
+};
+
+struct Shared {
+  // Pieces of 8 rows: the first of each warp, then the second of each, 64 bytes further, so that reads of rows of both meet no bank twice.
+  alignas(128) float state[2 * kHalf - 16];
+  alignas(16) float operand[16 * 32 * 4];  // D_t k_t and D_t q_t; before: taps
+  alignas(16) bfloat16 v[kTokens][kDim];
+  alignas(16) float triangle[kTokens][2][kTokens];  // by column
+  alignas(16) float beta[kTokens], fk[kTokens], fq[kTokens];
+  alignas(16) float squares[kTokens][kWarps];
+  Found found;
+  std::uint64_t rows_here[kWarps], windows_here;
+
+  __device__ float* piece(int warp, int half) { return state + half * kHalf + warp * kPiece; }
+  __device__ float* key(int t) { return piece(kEarly, 1) + t * kDim; }
+  __device__ float* query(int t) { return key(kTokens + t); }
+  __device__ float* decay(int t) { return key(2 * kTokens + t); }
+  /// Tokens of q, k and v as they come, the three before them first; gates.
+  __device__ bfloat16* stage(int kind) { return reinterpret_cast<bfloat16*>(piece(kEarly, 0)) + kind * (kTokens + kConv - 1) * kDim; }
+  __device__ float4* taps() { return reinterpret_cast<float4*>(operand); }
+};
+static_assert(sizeof(Shared) <= 228 * 1024 / 3 - 1024);
+
+__device__ __forceinline__ const char* along(const char* p, int i, int stride) { return p + static_cast<std::int64_t>(i) * stride; }
+__device__ __forceinline__ char* along(char* p, int i, int stride) { return p + static_cast<std::int64_t>(i) * stride; }
+template <class T>
+__device__ __forceinline__ const T& at(const char* p) {
+  return *reinterpret_cast<const T*>(p);
+}
+
+__device__ __forceinline__ Coming ask_index(const SpreadCall::Index& x, int request) {
+  Coming c = {request * x.without_step + x.without, 0};
+  const int* const p = reinterpret_cast<const int*>(along(reinterpret_cast<const char*>(x.data), request, x.step));
+  if (x.data) c.low = *p;
+  if (x.wide) c.high = p[1];
+  return c;
+}
+__device__ __forceinline__ int index_of(const SpreadCall::Index& x, const Coming& c) {
+  return x.wide && c.high != c.low >> 31 ? c.high >> 31 ^ 0x7FFFFFFF : c.low;
+}
+
+__device__ __forceinline__ void clear(const SpreadCall& a, int begin, int end, int hv) {
+  char* const to = along(a.out, hv, a.out_head) + static_cast<int>(threadIdx.x) % kDim * 2;
+  for (int t = begin + static_cast<int>(threadIdx.x) / kDim; t < end; t += kThreads / kDim)
+    *reinterpret_cast<bfloat16*>(along(to, t, a.out_token)) = bfloat16{};
+}
+
+__device__ __forceinline__ void renew(int& warp, int& lane) {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  warp = uniform(thread / 32), lane = thread % 32;
+}
+
+/// This warp's 16 rows of the state.
+__device__ __forceinline__ void request_rows(const char* state, Shared& s, int warp, int lane) {
+  if (lane == 0) {
+    const char* const from = state + warp * (kRows * kDim * 4);
+    ptx::barrier_expect(&s.rows_here[warp], 2 * kPiece * 4);
+    ptx::bulk_load(s.piece(warp, 0), from, kPiece * 4, &s.rows_here[warp]);
+    ptx::bulk_load(s.piece(warp, 1), from + kPiece * 4, kPiece * 4, &s.rows_here[warp]);
+  }
+  __syncwarp();
+}
+
+/// Half of column j of the triangles; see frozen.cuh.
+template <bool kLower>
+__device__ __forceinline__ void column(const SpreadCall& a, Shared& s, int j, int lane) {
+  constexpr int kHalfRows = kTokens / 2;
+  float x[4], sums[kTokens];
+  column_terms<kLower, kDim>(s.key(0) + lane * 4, s.query(0) + lane * 4, s.decay(0) + lane * 4, j, x, sums);
+  const float sum = transposed_sums(sums, lane);
+  const int t = (kLower ? kHalfRows : 0) + lane % kHalfRows;
+  if (lane < kTokens) s.triangle[j][lane / kHalfRows][t] = sum;
+  if (lane < kHalfRows && t == j) s.fk[j] = a.l2norm ? inverse_norm(sum) : 1.0f;
+}
+
+/// Of tokens t and t + 1; see frozen.cuh.
+__device__ __forceinline__ void operands(const SpreadCall& a, Shared& s, int t, bool few, int lane) {
+  const int d = lane * 4;
+  float product[4], k[2][4], q[2][4], y[kTokens - 1][4], last[4], sums[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) row_of_four(s.key(t + i) + d, k[i]), row_of_four(s.query(t + i) + d, q[i]);
+#pragma unroll
+  for (int i = 0; i < kTokens - 1; ++i) row_of_four(s.decay(i) + d, y[i]);
+  row_of_four(s.decay(t + 1) + d, last);
+#pragma unroll
+  for (int e = 0; e < 4; ++e) product[e] = y[0][e];
+#pragma unroll
+  for (int i = 1; i < kTokens - 1; ++i)
+    if (i <= t)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) product[e] *= y[i][e];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) sums[i] = dot4(q[i], q[i]);
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) sums[i] += __shfl_xor_sync(kAll, sums[i], distance);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (i > 0)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) product[e] *= last[e];
+    if (lane == 0) s.fq[t + i] = a.l2norm ? inverse_norm(sums[i]) * a.scale : a.scale;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int at = (lane / 4 * 2 + h) * 32 + (t + i) * 4 + lane % 4;
+      const float k0 = k[i][2 * h] * product[2 * h], q0 = q[i][2 * h] * product[2 * h], k1 = k[i][2 * h + 1] * product[2 * h + 1],
+                  q1 = q[i][2 * h + 1] * product[2 * h + 1];
+      if (few)
+        reinterpret_cast<float2*>(s.operand)[at] = make_float2(k0, k1), reinterpret_cast<float2*>(s.operand)[at + 16] = make_float2(q0, q1);
+      else
+        reinterpret_cast<float4*>(s.operand)[at] = make_float4(k0, q0, k1, q1);
+    }
+  }
+}
+
+/// P and Q of this warp's rows, in the place of the rows: [P, Q][row][token], rows kPitch apart.
+__device__ __forceinline__ void multiply_rows(Shared& s, int warp, int lane) {
+  const int g = lane / 4, t = lane % 4;
+  float total[2][4], pair[2][4];
+  const float* const from = s.piece(warp, g & 1) + g / 2 * kDim + 4 * t;  // of the first tile; the second four rows on
+  const float4* const operands = reinterpret_cast<const float4*>(s.operand) + lane;
+#pragma unroll
+  for (int quarter = 0; quarter < 4; ++quarter) {
+    float main[2][4], cross[2][4];
+#pragma unroll
+    for (int i = 2 * quarter; i < 2 * quarter + 2; ++i) {
+      float4 x[2];
+#pragma unroll
+      for (int j = 0; j < 2; ++j) x[j] = *reinterpret_cast<const float4*>(from + j * 4 * kDim + 16 * i);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const bool first = i == 2 * quarter && h == 0;
+        const float4 y = operands[(2 * i + h) * 32], large = make_float4(truncated(y.x), truncated(y.y), truncated(y.z), truncated(y.w)),
+                     small = make_float4(y.x - large.x, y.y - large.y, y.z - large.z, y.w - large.w);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const float b0 = h ? x[j].z : x[j].x, b1 = h ? x[j].w : x[j].y, large0 = truncated(b0), large1 = truncated(b1);
+          multiply(cross[j], small, large0, large1, first);
+          multiply(main[j], large, large0, large1, first);
+          multiply(cross[j], large, b0 - large0, b1 - large1);
+        }
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < 2; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float sum = main[j][e] + cross[j][e];
+        pair[j][e] = quarter % 2 ? pair[j][e] + sum : sum;
+        if (quarter % 2) total[j][e] = quarter > 1 ? total[j][e] + pair[j][e] : pair[j][e];
+      }
+  }
+  __syncwarp();
+  float* const to = s.piece(warp, 0) + t * kPitch + g;
+#pragma unroll
+  for (int j = 0; j < 2; ++j)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) to[(e / 2 * kRows + e % 2 * 8 + 4 * j) * kPitch] = total[j][e];
+  __syncwarp();
+}
+/// The same of four tokens at most: the rows are what has 16 rows, and columns are tokens of P and then of Q.
+__device__ __forceinline__ void multiply_rows_few(Shared& s, int warp, int lane) {
+  const int g = lane / 4, t = lane % 4;
+  float total[4], pair[4];
+  const float* const from = s.piece(warp, g & 1) + g / 2 * kDim + 4 * t;  // row g; row g + 8 is four rows on
+  const float2* const operands = reinterpret_cast<const float2*>(s.operand) + lane;
+#pragma unroll
+  for (int quarter = 0; quarter < 4; ++quarter) {
+    float main[4], cross[4];
+#pragma unroll
+    for (int i = 2 * quarter; i < 2 * quarter + 2; ++i) {
+      const float4 x = *reinterpret_cast<const float4*>(from + 16 * i), z = *reinterpret_cast<const float4*>(from + 4 * kDim + 16 * i);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const bool first = i == 2 * quarter && h == 0;
+        const float4 rows = h ? make_float4(x.z, z.z, x.w, z.w) : make_float4(x.x, z.x, x.y, z.y),
+                     large = make_float4(truncated(rows.x), truncated(rows.y), truncated(rows.z), truncated(rows.w)),
+                     small = make_float4(rows.x - large.x, rows.y - large.y, rows.z - large.z, rows.w - large.w);
+        const float2 y = operands[(2 * i + h) * 32];
+        const float large0 = truncated(y.x), large1 = truncated(y.y);
+        multiply(cross, large, y.x - large0, y.y - large1, first);
+        multiply(main, large, large0, large1, first);
+        multiply(cross, small, large0, large1);
+      }
+    }
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float sum = main[e] + cross[e];
+      pair[e] = quarter % 2 ? pair[e] + sum : sum;
+      if (quarter % 2) total[e] = quarter > 1 ? total[e] + pair[e] : pair[e];
+    }
+  }
+  __syncwarp();
+#pragma unroll
+  for (int e = 0; e < 2; ++e)
+    *reinterpret_cast<float2*>(s.piece(warp, 0) + (t / 2 * kRows + (g & 1) * 8 + g / 2 + 4 * e) * kPitch + t % 2 * 2) =
+        make_float2(total[2 * e], total[2 * e + 1]);
+  __syncwarp();
+}
+
+__global__ void __launch_bounds__(kThreads, 3) kernel(const __grid_constant__ SpreadCall a) {
+#if __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(128) char memory[];
+  Shared& s = *reinterpret_cast<Shared*>(memory);
+  int warp, lane;
+  renew(warp, lane);
+  {  // The parameters: a first read of 64 bytes is a miss, so warps take them all at the same time. What is read goes where nothing is yet.
+    constexpr int kLines = (sizeof(SpreadCall) + 63) / 64;
+    if (const int line = lane * kWarps + warp; line < kLines)
+      reinterpret_cast<std::uint64_t*>(s.squares)[line] = reinterpret_cast<const std::uint64_t*>(&a)[line * 8];
+  }
+  if (lane == 0) {
+    ptx::barrier_init(&s.rows_here[warp], 1);
+    if (warp == 0) ptx::barrier_init(&s.windows_here, 32);
+    ptx::fence_barriers();
+  }
+  __syncthreads();
+  wait_for_predecessor();
+  launch_successor();
+  const int hv = static_cast<int>(blockIdx.x), request = static_cast<int>(blockIdx.y), h = quotient(hv, a.by_group);
+
+  // What is asked for first comes first: so the indices (by one warp, since all CTAs ask for the same few lines), then what needs none, then what the
+  // slot has.
+  Coming index[SpreadCall::kIndices] = {};
+  if (warp == kFinder)
+#pragma unroll
+    for (int i = 0; i < SpreadCall::kIndices; ++i) index[i] = ask_index(a.index[i], request);
+  const int d = lane * 4, guess = request * a.each;
+  Quad<bfloat16> gate = {};
+  unsigned logit = 0;                            // bits, not yet widened: to look at a load's result is to wait for it
+  const int mine = warp * kRows + lane % 4 * 4;  // at the end: four rows of token lane / 4
+  // q and k by the first four warps, v and gates by the others, half a warp a row.
+  const auto ask_tokens = [&](int begin, int n) {
+    const int i = warp % 4 * 2 + lane / 16, e = lane % 16;
+    const auto ask = [&](int kind, const char* from, int head, int head_stride, int token_stride) {
+      ptx::copy_async(s.stage(kind) + (i + (kind < 3 ? kConv - 1 : 0)) * kDim + e * 8,
+                      along(along(from + e * 16, head, head_stride), begin + i, token_stride));
+    };
+    if (i < n) {
+      if (warp < 4) {
+        ask(0, a.channels[0].x, h, a.channels[0].x_head, a.channels[0].x_token);
+        ask(1, a.channels[1].x, h, a.channels[1].x_head, a.channels[1].x_token);
+      } else {
+        ask(2, a.channels[2].x, hv, a.channels[2].x_head, a.channels[2].x_token);
+        ask(3, a.g, hv, a.g_head, a.g_token);
+      }
+    }
+    if (a.gate && lane / 4 < n) gate = at<Quad<bfloat16>>(along(along(a.gate + mine * 2, hv, a.gate_head), begin + lane / 4, a.gate_token));
+    if (warp == 2 && lane < min(n, kTokens)) {
+      const char* const p = along(along(a.logit, hv, a.logit_head), begin + lane, a.logit_token);
+      logit = a.logit_bf16 ? at<std::uint16_t>(p) : at<unsigned>(p);
+    }
+  };
+  ask_tokens(guess, a.each);
+  if (a.conv) {
+    const int channel = static_cast<int>(threadIdx.x) % kDim;
+    float4* const to = s.taps() + place_of_taps(channel);
+    const auto ask_taps = [&](int c) {
+      ptx::copy_async(to + c * kDim, along(a.channels[c].taps + channel * 16, c < 2 ? h : hv, a.channels[c].taps_head));
+    };
+    if (warp < 4)
+      ask_taps(0), ask_taps(2);
+    else
+      ask_taps(1);
+  }
+  Quad<float> bias = {};
+  unsigned a_log = 0;
+  if (warp >= 4) {
+    bias = at<Quad<float>>(along(a.bias + d * 4, hv, a.bias_head));
+    const char* const p = along(a.a_log, hv, a.a_log_head);
+    a_log = a.a_log_bf16 ? at<std::uint16_t>(p) : at<unsigned>(p);
+  }
+  ptx::copy_async_commit();
+  if (warp == kFinder) {
+    const int slot = index_of(a.index[SpreadCall::kSlot], index[SpreadCall::kSlot]);
+    const bool good = a.null_slot < slot && slot < a.pool;
+    Found f = {slot,
+               index_of(a.index[SpreadCall::kRow], index[SpreadCall::kRow]),
+               index_of(a.index[SpreadCall::kBegin], index[SpreadCall::kBegin]),
+               0,
+               index_of(a.index[SpreadCall::kBehind], index[SpreadCall::kBehind]),
+               -1};
+    const int end = index_of(a.index[SpreadCall::kEnd], index[SpreadCall::kEnd]);
+    f.tokens = 0 <= f.begin && f.begin <= end && end <= a.T ? end - f.begin : 0;
+    if (!good || f.row < 0 || f.row >= a.row_count || f.tokens > a.steps) f.tokens = -f.tokens;
+    if (lane == 0) s.found = f;
+    if (a.conv && good)
+#pragma unroll
+      for (int i = 0; i < (3 * (kConv - 1) + 1) / 2; ++i) {  // half a warp a row
+        const int row = 2 * i + lane / 16, kind = row / (kConv - 1), w = row % (kConv - 1), e = lane % 16;
+        const SpreadCall::Channel& x = a.channels[min(kind, 2)];
+        if (kind < 3)
+          ptx::copy_async(s.stage(kind) + w * kDim + e * 8,
+                          along(along(along(x.window + e * 16, slot, x.window_slot), kind < 2 ? h : hv, x.window_head), w, x.window_tap));
+      }
+    ptx::copy_async_arrive(&s.windows_here);
+  }
+  if (warp == kFinder)
+    ptx::copy_async_commit(), ptx::copy_async_wait<1>();
+  else
+    ptx::copy_async_wait<0>();
+  ptx::fence_async();
+  __syncthreads();
+  const Found it = s.found;
+  if (it.behind >= 0 && it.behind < a.T && request == 0) clear(a, it.behind, a.T, hv);  // tokens that belong to no request
+  if (it.tokens <= 0) {
+    clear(a, it.begin, it.begin - it.tokens, hv);
+    ptx::barrier_wait(&s.windows_here, 0);  // they may have been asked for
+    return;
+  }
+  const int n = it.tokens, slot = it.slot;
+  const char* const state = along(along(a.state, slot, a.state_slot), hv, a.state_head);
+  if (warp < kEarly) request_rows(state, s, warp, lane);
+  if (it.begin != guess || n > a.each) {
+    ask_tokens(it.begin, n);
+    ptx::copy_async_commit(), ptx::copy_async_wait<0>();
+    __syncthreads();
+  }
+
+  // Tokens, each by itself.
+  const bool first_of_group = hv == h * static_cast<int>(a.by_group.by);
+  const float4* tap[4];
+#pragma unroll
+  for (int e = 0; e < 4; ++e) tap[e] = s.taps() + d + (e ^ (lane / 2 & 3));  // place_of_taps
+  const int t = warp % 4 * 2;  // this warp's tokens: t and t + 1; of q and k, or of v and gates
+  const bool of_keys = warp < 4;
+  if (a.conv && t < kConv - 1) ptx::barrier_wait(&s.windows_here, 0);
+  Quad<bfloat16> in[2][kConv + 1];
+  const auto load = [&](int kind, Quad<bfloat16>(&in)[kConv + 1]) {
+    const bfloat16* const row = s.stage(kind) + t * kDim + d;
+#pragma unroll
+    for (int i = 0; i < kConv + 1; ++i) in[i] = *reinterpret_cast<const Quad<bfloat16>*>(row + i * kDim);
+  };
+  const auto prepare = [&](auto kind_, const Quad<bfloat16>(&in)[kConv + 1]) {
+    constexpr int kind = decltype(kind_)::value;
+    const SpreadCall::Channel& x = a.channels[kind];
+    const int of = kind < 2 ? h : hv;
+    Quad<bfloat16> raw[2] = {in[kConv - 1], in[kConv]};
+    if (a.conv) {
+      Quad<float> taps[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) taps[e] = *reinterpret_cast<const Quad<float>*>(tap[e] + kind * kDim);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const Quad<bfloat16> inputs[kConv] = {in[i], in[i + 1], in[i + 2], in[i + 3]};
+        raw[i] = plain::convolved(inputs, taps);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      if (kind == 2) {
+        *reinterpret_cast<Quad<bfloat16>*>(s.v[t + i] + d) = raw[i];
+      } else {
+        float y[4];
+        unpack(raw[i], y);
+        *reinterpret_cast<float4*>((kind ? s.key(t + i) : s.query(t + i)) + d) = make_float4(y[0], y[1], y[2], y[3]);
+      }
+    if (kind == 2 || first_of_group) {
+      if (x.windows) {
+        char* to = along(along(along(x.windows + d * 2, it.row, x.windows_row), of, x.windows_head), t, x.windows_step);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (t + i < n)
+#pragma unroll
+            for (int w = 0; w < kConv - 1; ++w) *reinterpret_cast<Quad<bfloat16>*>(along(to, w, x.windows_tap)) = in[i + w + 1];
+          to += x.windows_step;
+        }
+      }
+      if (kind > 0 && x.raw) {
+        char* to = along(along(along(x.raw + d * 2, slot, x.raw_slot), of, x.raw_head), t, x.raw_step);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (t + i < min(n, a.L)) *reinterpret_cast<Quad<bfloat16>*>(to) = raw[i];
+          to += x.raw_step;
+        }
+      }
+    }
+  };
+  if (t < n) {
+    if (of_keys) {
+      load(1, in[1]), load(0, in[0]);
+      prepare(std::integral_constant<int, 1>(), in[1]), prepare(std::integral_constant<int, 0>(), in[0]);
+    } else {
+      load(2, in[0]);
+      const float amplitude = amplitude_of(__uint_as_float(a.a_log_bf16 ? a_log << 16 : a_log));
+      float b[4];
+      unpack(bias, b);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float x[4];
+        unpack(*reinterpret_cast<const Quad<bfloat16>*>(s.stage(3) + (t + i) * kDim + d), x);
+        plain::log_decays(a, amplitude, b, x);
+        *reinterpret_cast<float4*>(s.decay(t + i) + d) = make_float4(exp_of(x[0]), exp_of(x[1]), exp_of(x[2]), exp_of(x[3]));
+        if (a.ring_g && t + i < min(n, a.L))
+          *reinterpret_cast<float4*>(along(along(along(a.ring_g + d * 4, slot, a.ring_g_slot), hv, a.ring_g_head), t + i, a.ring_g_step)) =
+              make_float4(x[0], x[1], x[2], x[3]);
+      }
+      prepare(std::integral_constant<int, 2>(), in[0]);
+    }
+  }
+  if (warp == 2 && lane < n) {
+    const float beta = sigmoid(__uint_as_float(a.logit_bf16 ? logit << 16 : logit));
+    s.beta[lane] = beta;
+    if (lane < a.L && a.ring_beta)
+      *reinterpret_cast<float*>(along(along(along(a.ring_beta, slot, a.ring_beta_slot), hv, a.ring_beta_head), lane, a.ring_beta_step)) =
+          beta;
+  }
+  __syncthreads();
+
+  // Tokens meet.
+  if (warp < n && n > kTokens / 2) column<true>(a, s, warp, lane);
+  if (warp < kTokens / 2) {
+    if (warp < n) column<false>(a, s, warp, lane);
+  } else if (const int t0 = 2 * warp - kTokens; t0 < n) {
+    operands(a, s, t0, n <= kTokens / 2, lane);
+  }
+  ptx::fence_async();
+  __syncthreads();
+  if (warp >= kEarly) request_rows(state, s, warp, lane);
+  renew(warp, lane);  // what depends on these is found anew, so that it takes no registers from the beginning on
+  ptx::barrier_wait(&s.rows_here[warp], 0);
+  if (n > kTokens / 2)
+    multiply_rows(s, warp, lane);
+  else
+    multiply_rows_few(s, warp, lane);
+
+  // Rows along the tokens.
+  renew(warp, lane);
+  const Found found = s.found;
+  const int mine_rows = warp * kRows + lane % 4 * 4;
+  float* const sums = s.piece(warp, 0);
+  float* const out = sums + 2 * kRows * kPitch;  // [token][row]
+  Quad<float> weight = {};
+  if (a.gate) {
+    if (a.weight_bf16) {
+      const Quad<bfloat16> w = at<Quad<bfloat16>>(a.weight + mine_rows * 2);
+      weight.w[0] = w.w[0], weight.w[1] = w.w[1];
+    } else {
+      weight = at<Quad<float>>(a.weight + mine_rows * 4);
+    }
+  }
+  {
+    const int row = lane % kRows, which = lane / kRows;
+    float start[kTokens], sum[kTokens] = {}, beta[kTokens], fk[kTokens], v[kTokens];
+    row_of_eight(sums + lane * kPitch, start);
+    row_of_eight(s.beta, beta), row_of_eight(s.fk, fk);
+#pragma unroll
+    for (int i = 0; i < kTokens; ++i) v[i] = core::to_float(s.v[i][warp * kRows + row]);
+#pragma unroll
+    for (int j = 0; j < kTokens; ++j) {
+      if (j >= found.tokens) break;
+      float c[kTokens];
+      row_of_eight(s.triangle[j][which], c);
+      const float x = beta[j] * fmaf(-fk[j], start[j] + sum[j], v[j]), u = __shfl_sync(kAll, x * fk[j], row);
+#pragma unroll
+      for (int i = j; i < kTokens; ++i) sum[i] = fmaf(c[i], u, sum[i]);
+    }
+    float fq[kTokens];
+    row_of_eight(s.fq, fq);
+    if (which)
+#pragma unroll
+      for (int i = 0; i < kTokens; ++i) out[i * kRows + row] = fq[i] * (start[i] + sum[i]);
+  }
+  __syncwarp();
+  const int its_token = lane / 4;
+  float o[4];
+  row_of_four(out + lane * 4, o);
+  if (a.gate) {
+    float g[4], w[4];
+    unpack(gate, g);
+    if (a.weight_bf16)
+      unpack(Quad<bfloat16>{{weight.w[0], weight.w[1]}}, w);
+    else
+      unpack(weight, w);
+    if (a.round_before_norm) round_bf16(o);
+    float sum = dot4(o, o);
+    sum += __shfl_xor_sync(kAll, sum, 1);
+    sum += __shfl_xor_sync(kAll, sum, 2);
+    if (lane % 4 == 0) s.squares[its_token][warp] = sum;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) g[e] = quick_sigmoid(g[e]);
+    __syncthreads();
+    float x[kWarps];
+    row_of_eight(s.squares[its_token], x);
+    const float r = rsqrtf((((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]))) * (1.0f / kDim) + a.norm_eps);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) o[e] = o[e] * r * w[e] * g[e];
+  }
+  if (its_token < found.tokens) {
+    Quad<bfloat16> y;
+    pack(o, y);
+    *reinterpret_cast<Quad<bfloat16>*>(along(along(a.out + mine_rows * 2, hv, a.out_head), found.begin + its_token, a.out_token)) = y;
+  }
+#endif
+}
+
+}  // namespace specstate::kda::cuda::third
