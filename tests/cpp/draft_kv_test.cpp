@@ -7,6 +7,7 @@
 
 #include <cmath>
 #include <map>
+#include <numeric>
 #include <random>
 #include <set>
 #include <tuple>
@@ -258,7 +259,7 @@ TEST(Materialize, TensorsOnAGpuAreCheckedWithoutReadingThem) {
     EXPECT_NE(refusal([&] { materialize_into_pool(p); }).find("materialize_into_pool: workspace: expected at least "), std::string::npos);
     for (const std::int64_t tokens : {4096, 50'000'000}) {  // rounds of 2048 tokens
       p.ctx_hidden.sizes[0] = tokens;
-      EXPECT_LT(materialize_workspace_bytes(p), 2048 * (4 * c.hidden + 4 * c.hidden / 64 + 64) + 4096);
+      EXPECT_LT(materialize_workspace_bytes(p), 2048 * (4 * c.hidden + 4 * c.hidden / 16 + 64) + 4096);
     }
     p.fc_weight = p.hidden_norm_weight = {}, p.ctx_hidden.sizes[0] = c.T;
     EXPECT_EQ(materialize_workspace_bytes(p), 0);
@@ -278,31 +279,52 @@ TEST(Materialize, TensorsOnAGpuAreCheckedWithoutReadingThem) {
   raise_pending_error({DeviceType::kCpu, 0});  // nothing can be pending on the CPU
 }
 
-TEST(Places, HaveEveryHeadOfKAndEveryQuarterOfVOnceAndAlikeMany) {
+TEST(Places, HaveEveryHeadOfKAndEveryQuarterOfVOnce) {
   for (int layers = 1; layers <= 8; ++layers)
-    for (int heads = 1; heads <= 9; ++heads)
-      for (int clusters : {0, 1, 2, 3, 7, 16, 60, 66}) {  // 0: places of 5 quarters
-        const cuda::Places places = clusters ? cuda::Places(layers, heads, clusters) : cuda::Places::of_width(layers, heads, 5);
-        ASSERT_LE(places.width, 5);
-        ASSERT_LE(places.used(), places.slots);
-        if (clusters)
-          ASSERT_EQ(places.slots % clusters, 0);
-        else
-          ASSERT_EQ(places.used(), places.slots);
-        ASSERT_EQ(places.v_begin(0), 0);
-        int quarters = 0;
-        for (int i = 0; i < places.used(); ++i) {
-          const int count = places.v_count(i), all = count + (i < places.k_heads ? 4 : 0);
-          ASSERT_EQ(places.v_begin(i), quarters);
-          ASSERT_TRUE(count >= 0 && all > 0 && all <= places.width)
-              << layers << " layers, " << heads << " heads, " << clusters << " clusters";
-          quarters += count;
-        }
-        ASSERT_GE(places.used(), layers * heads);
-        ASSERT_EQ(quarters, 4 * layers * heads);
-        for (int n = 0; n < 4 * layers * heads; ++n)
-          ASSERT_TRUE(places.by_heads(n) == n / heads && places.by_quarters(n) == n / (4 * heads));
+    for (int heads = 1; heads <= 9; ++heads) {
+      const cuda::Places places = cuda::Places::of_width(layers, heads, 5);
+      int quarters = 0;
+      for (int i = 0; i < places.slots; ++i) {
+        const int count = places.v_count(i), all = count + (i < places.k_heads ? 4 : 0);
+        ASSERT_EQ(places.v_begin(i), quarters);
+        ASSERT_TRUE(count >= 0 && all > 0 && all <= places.width) << layers << " layers, " << heads << " heads";
+        quarters += count;
       }
+      ASSERT_GE(places.slots, layers * heads);
+      ASSERT_EQ(quarters, 4 * layers * heads);
+      for (int n = 0; n < 4 * layers * heads; ++n) ASSERT_TRUE(places.by_heads(n) == n / heads && places.by_quarters(n) == n / (4 * heads));
+      for (const int clusters : {1, 7, 60, 66}) {  // of few_rows
+        const cuda::LayerPlaces by_layer = cuda::LayerPlaces::of(layers, heads, clusters);
+        std::vector<int> k(layers * 2 * heads), column(layers * heads * 8);
+        int v = 0;
+        for (int i = 0; i < by_layer.used; ++i) {
+          const auto place = by_layer[i];
+          ASSERT_TRUE(place.v >= 0 && place.count >= 0 && place.count + (place.head >= 0 ? 4 : 0) <= by_layer.width);
+          const auto name = [&](int row, int n) {
+            for (int q = 0; q < n; ++q) ASSERT_EQ(column.at(row / 32 + q)++, 0) << layers << " layers, " << heads << " heads, place " << i;
+          };
+          if (place.head >= 0) {
+            ASSERT_EQ(k.at(place.head)++, 0);
+            ASSERT_LT(place.head % (2 * heads), heads);
+            ASSERT_EQ(place.wide, 128 * place.head);
+            name(place.wide, 4);
+          } else {
+            name(place.wide, std::min(place.count, 4));
+          }
+          ASSERT_EQ(place.narrow >= 0, place.count == (place.head >= 0 ? 1 : 5));
+          if (place.narrow >= 0) name(place.narrow, 1);
+          ASSERT_EQ(place.v, v);
+          if (place.count > 0) {  // quarters of one layer, from where they say
+            const int layer = place.v / (4 * heads), first = layer * heads * 8 + heads * 4 + place.v % (4 * heads);
+            ASSERT_EQ((place.head >= 0 ? place.narrow : place.wide) / 32, first);
+            ASSERT_EQ((place.v + place.count - 1) / (4 * heads), layer);
+          }
+          v += place.count;
+        }
+        ASSERT_EQ(std::accumulate(k.begin(), k.end(), 0), layers * heads);
+        ASSERT_EQ(std::accumulate(column.begin(), column.end(), 0), layers * heads * 8);
+      }
+    }
 }
 
 /// Every run of every tile is one block's; what is handed on goes to the block after this one, and is its last; nobody but the first of a tile has more than two runs of it; nobody

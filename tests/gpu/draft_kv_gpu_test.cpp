@@ -217,6 +217,13 @@ TEST(DraftKvGpu, FewRows) {
   check({kB, 60, 6, 3, 3, 64, 32, 512, 0}, true, false, false);
 }
 
+TEST(DraftKvGpu, FewRowsOfManyFeatures) {
+  SPECSTATE_NEEDS_GPU();
+  check({kB, 9, 9, 1, 1, 64, 64, 4160, 0}, true, false, true);  // 8 runs
+  if (!small()) check({kB, 40, 8, 1, 2, 128, 128, 4224, 0}, true, false, true);
+  if (!small()) check({kB, 64, 8, 9, 8, 128, 128, 576, 0}, true, false, true);  // more places than clusters
+}
+
 TEST(DraftKvGpu, ManyRows) {
   SPECSTATE_NEEDS_GPU();
   check({kB, 72, 8, 2, 1, 128, 128, 512, 0}, true, false, true);
@@ -276,6 +283,7 @@ TEST(DraftKvGpu, TargetFeaturesOfFewRows) {
   SPECSTATE_NEEDS_GPU();
   check({kB, 12, 4, 1, 1, 128, 128, 512, 576}, true, false, true);
   if (!small()) check({kB, 60, 4, 1, 2, 64, 64, 1152, 1280}, true, true, false);
+  if (!small()) check({kB, 40, 4, 1, 1, 128, 128, 4224, 512}, true, false, true);  // 8 runs of the projection
 }
 TEST(DraftKvGpu, TargetFeaturesOfManyRows) {
   SPECSTATE_NEEDS_GPU();
@@ -285,6 +293,11 @@ TEST(DraftKvGpu, TargetFeaturesOfManyRows) {
 TEST(DraftKvGpu, TargetFeaturesOfManyRowsOfWhichAllStand) {
   SPECSTATE_NEEDS_GPU();
   check({kB, 132, 4, 1, 1, 64, 64, 512, 512}, true, false, false, true);
+}
+TEST(DraftKvGpu, TargetFeaturesOfLongCalls) {
+  SPECSTATE_NEEDS_GPU();
+  check({kB, 1100, 4, 1, 1, 64, 64, 1024, 512}, true, false, false, true);               // tiles of 192 rows
+  if (!small()) check({kB, 2404, 4, 1, 1, 64, 64, 512, 512}, true, false, false, true);  // two rounds
 }
 TEST(DraftKvGpu, TargetFeaturesOfAnyShape) {
   SPECSTATE_NEEDS_GPU();
@@ -298,7 +311,7 @@ TEST(DraftKvGpu, LaunchesOfADecodeStep) {
     for (const std::int64_t features : {0, 640}) {
       Case c({kB, tokens, 1, 2, 2, 128, 128, 512, features});
       const Captured graph(stream, [&](Stream s) { materialize_into_pool(c.params(Where::kDevice), s); });
-      EXPECT_EQ(graph.kernels(), features ? 2 : 1) << tokens << " tokens, " << features << " features";
+      EXPECT_EQ(graph.kernels(), features ? 3 : 1) << tokens << " tokens, " << features << " features";
     }
   }
 }

@@ -10,20 +10,25 @@
 
 namespace specstate::draft_kv::cuda {
 
-/// The product of more rows than few_rows<0> takes. A tile has 128 rows x 128 columns, and a cluster of two blocks: each sums half of the runs. Then of every tile block r finishes the rows
-/// 64 r .. 64 r + 63, whose sums of the other block come through its shared memory. With whole tiles to a block 224 rows of 20 480 features would be 64 tiles of 100 us on 132
-/// multiprocessors.
+/// The product of more rows than few_rows<0> takes. A tile has 64 kGroups rows x 128 columns, and a cluster of two blocks: each sums half of the runs. Then of every 16 rows block 0
+/// finishes the first 8, block 1 the others, whose sums of the other block come through its shared memory. With whole tiles to a block 224 rows of 20 480 features would be 64 tiles
+/// of 100 us on 132 multiprocessors.
 ///   warps 0 - 3    fill the ring: weights by tensor map, rows, where some are left out, by copies that arrive at the stage's barrier by themselves
-///   groups 1, 2    multiply 64 rows each
+///   groups 1, ..   multiply 64 rows each
+/// Two groups, or, where many tiles follow each other, three, whose 192 x 128 tiles need a third less of the weights a product: of long calls the power limits the clock, and
+/// what is moved costs power. There is no room then for all sums at once, they come in two steps.
+template <int kGroups>
 struct ManyFeatures {
-  static constexpr int kThreads = 384, kRows = 128, kStages = 6, kLoaders = 128;
-  static constexpr std::size_t kRowBytes = std::size_t{kRows} * kDepth * 2, kStage = kRowBytes + kStageBytes, kSumBytes = 128 * 64 * 4;
+  static constexpr int kThreads = 128 * (kGroups + 1), kRows = 64 * kGroups, kStages = kGroups == 2 ? 6 : 5, kLoaders = 128;
+  static constexpr int kSteps = kGroups == 2 ? 1 : 2, kSent = 32 / kSteps;  // floats of a thread that one step sends
+  static constexpr std::size_t kRowBytes = std::size_t{kRows} * kDepth * 2, kStage = kRowBytes + kStageBytes,
+                               kSumBytes = std::size_t{128} * kSent * 4;  // of a group
   struct Tail {
-    std::uint64_t full[kStages], empty[kStages], sums, taken;
+    std::uint64_t full[kStages], empty[kStages], sums[kGroups], taken[kGroups];
   };
-  static constexpr std::size_t kShared = 1024 + kStages * kStage + kSumBytes + sizeof(Tail);
+  static constexpr std::size_t kShared = 1024 + kStages * kStage + kGroups * kSumBytes + sizeof(Tail);
 };
-static_assert(ManyFeatures::kShared <= 232448);
+static_assert(ManyFeatures<2>::kShared <= 232448 && ManyFeatures<3>::kShared <= 232448);
 
 struct ManyFeaturesShape {
   int column_tiles;
@@ -37,16 +42,39 @@ __device__ __forceinline__ std::uint64_t evict_normal() {
   return policy;
 }
 
+/// 128 columns of a row, as four lanes hold them: y[j] is word 4 j + q. The result, and its squares.
 template <class Io>
-__global__ void __launch_bounds__(ManyFeatures::kThreads, 1)
+__device__ __forceinline__ void finish_feature_row(const Context& c, int row, bool valid, int tile, int q, const float (&y)[32]) {
+  const std::int64_t at = static_cast<std::int64_t>(row) * c.hidden + tile * kColumns;
+  const bool odd = q & 1;
+#pragma unroll
+  for (int j = 0; j < 16; j += 2) {
+    const std::uint32_t pair[2] = {io_pair<Io>(y[2 * j], y[2 * j + 1]), io_pair<Io>(y[2 * j + 2], y[2 * j + 3])};
+    float word[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float a, b;
+      from_io_pair<Io>(pair[i], a, b);
+      word[i] = fmaf(b, b, a * a);
+    }
+    const float squares = sum_of_words(word);
+    const std::uint32_t other = __shfl_xor_sync(~0u, odd ? pair[0] : pair[1], 1);
+    if (!valid) continue;
+    if (q == 0) c.squares[at / 16 + j / 2] = squares;
+    *reinterpret_cast<uint2*>(c.raw + at + 8 * (j + odd) + 2 * (q & 2)) = make_uint2(odd ? other : pair[0], odd ? pair[1] : other);
+  }
+}
+
+template <class Io, int kGroups>
+__global__ void __launch_bounds__(ManyFeatures<kGroups>::kThreads, 1)
     many_features(const __grid_constant__ CUtensorMap weights, const __grid_constant__ CUtensorMap rows, const __grid_constant__ Problem p,
                   const __grid_constant__ ManyFeaturesShape shape, const __grid_constant__ Context context) {
-  using M = ManyFeatures;
+  using M = ManyFeatures<kGroups>;
   constexpr int kRows = M::kRows, kStages = M::kStages;
   extern __shared__ unsigned char shared_memory[];
   unsigned char* const memory = shared_memory + (-ptx::shared(shared_memory) & 1023);
   unsigned char* const received = memory + kStages * M::kStage;
-  auto& tail = *reinterpret_cast<M::Tail*>(received + M::kSumBytes);
+  auto& tail = *reinterpret_cast<typename M::Tail*>(received + kGroups * M::kSumBytes);
   const int thread = threadIdx.x, group = thread / 128, rank = static_cast<int>(ptx::cluster_rank());
   const int cluster = blockIdx.x / 2, clusters = gridDim.x / 2;
   if (thread == 0) prefetch_map(weights), prefetch_map(rows);
@@ -54,8 +82,9 @@ __global__ void __launch_bounds__(ManyFeatures::kThreads, 1)
   const int count = *shape.list_count;
   const bool dense = count == p.rows.tokens;  // rows lie one behind the other
   if (thread == 0) {
-    for (int i = 0; i < kStages; ++i) ptx::barrier_init(&tail.full[i], dense ? 1 : 1 + M::kLoaders), ptx::barrier_init(&tail.empty[i], 8);
-    ptx::barrier_init(&tail.sums, 1), ptx::barrier_init(&tail.taken, 4);
+    for (int i = 0; i < kStages; ++i)
+      ptx::barrier_init(&tail.full[i], dense ? 1 : 1 + M::kLoaders), ptx::barrier_init(&tail.empty[i], 4 * kGroups);
+    for (int i = 0; i < kGroups; ++i) ptx::barrier_init(&tail.sums[i], 1), ptx::barrier_init(&tail.taken[i], 4);
     ptx::fence_barriers();
   }
   ptx::cluster_sync();
@@ -64,13 +93,15 @@ __global__ void __launch_bounds__(ManyFeatures::kThreads, 1)
   struct Tile {
     int first_row, column_tile;
   };
-  const auto tile_at = [&](int t) {  // groups of kGroupTiles row tiles, in a group the columns outside
-    const int group_size = kGroupTiles * shape.column_tiles, g = t / group_size, rest = t - g * group_size;
-    const int in_group = min(row_tiles - g * kGroupTiles, kGroupTiles), column = rest / in_group;
-    return Tile{first_row_of(g * kGroupTiles + rest - column * in_group, count), column};
-  };
+  const auto tile_at =
+      [&](int t) {  // groups of kGroupTiles row tiles, in a group the columns outside; the last tile ends with the last row (work.hpp)
+        const int group_size = kGroupTiles * shape.column_tiles, g = t / group_size, rest = t - g * group_size;
+        const int in_group = min(row_tiles - g * kGroupTiles, kGroupTiles), column = rest / in_group;
+        return Tile{min((g * kGroupTiles + rest - column * in_group) * kRows, max(count - kRows, 0)), column};
+      };
 
   if (group == 0) {
+    if constexpr (kGroups == 3) asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
     const std::uint64_t keep = ptx::evict_last();
     const std::uint64_t of_weights = row_tiles <= 2 ? ptx::evict_first() : evict_normal();  // who else wants them comes at once, or soon
     int stage = 0;
@@ -122,14 +153,14 @@ __global__ void __launch_bounds__(ManyFeatures::kThreads, 1)
     }
     return;
   }
+  if constexpr (kGroups == 3) asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
   const int side = group - 1, lane = thread % 32, warp = thread / 32 % 4;
   int stage = 0, before = 0;
-  std::uint32_t parity = 0, pass = 0;
-  for (int t = cluster; t < tiles; t += clusters, ++pass) {
+  std::uint32_t parity = 0, step = 0;  // of all tiles
+  for (int t = cluster; t < tiles; t += clusters) {
     float d[64], sum[64];
 #pragma unroll
     for (int j = 0; j < 64; ++j) d[j] = sum[j] = 0;  // d: or the compiler takes it for alive from the tile before
-    if (side == rank && thread % 128 == 0) ptx::barrier_expect(&tail.sums, M::kSumBytes);
     int k = k_begin;
 #pragma unroll 1
     for (int run = first_run; run < first_run + kSlices / 2; ++run) {
@@ -156,41 +187,46 @@ __global__ void __launch_bounds__(ManyFeatures::kThreads, 1)
       for (int j = 0; j < 64; ++j) sum[j] += d[j];
     }
     __syncwarp();
-    unsigned char* const unit = received + (warp * 16 * 32 + lane) * 16;
-    if (side != rank) {
-      if (pass > 0) barrier_wait_cluster(&tail.taken, (pass - 1) & 1);
-      const std::uint32_t to = address_in_block(unit, 1 - rank), barrier = address_in_block(&tail.sums, 1 - rank);
+    unsigned char* const unit = received + side * M::kSumBytes + (warp * (M::kSent / 4) * 32 + lane) * 16;
+    const std::uint32_t to = address_in_block(unit, 1 - rank), barrier = address_in_block(&tail.sums[side], 1 - rank);
+    float mine[32];  // of row lane / 4 + 8 rank of the warp's 16
 #pragma unroll
-      for (int j = 0; j < 64; j += 4) send(to + j * 128, sum[j], sum[j + 1], sum[j + 2], sum[j + 3], barrier);
-      continue;
-    }
-    barrier_wait_cluster(&tail.sums, pass & 1);
+    for (int from = 0; from < 32; from += M::kSent, ++step) {
+      if (thread % 128 == 0) ptx::barrier_expect(&tail.sums[side], M::kSumBytes);
+      if (step > 0) barrier_wait_cluster(&tail.taken[side], (step - 1) & 1);
 #pragma unroll
-    for (int j = 0; j < 64; j += 4) {
-      const float4 x = *reinterpret_cast<const float4*>(unit + j * 128);
-      sum[j] += x.x, sum[j + 1] += x.y, sum[j + 2] += x.z, sum[j + 3] += x.w;
+      for (int j = 0; j < M::kSent; j += 4) {
+        const float* const x = sum + 2 * (from + j);
+        if (rank == 0)
+          send(to + j * 128, x[2], x[3], x[6], x[7], barrier);
+        else
+          send(to + j * 128, x[0], x[1], x[4], x[5], barrier);
+      }
+      barrier_wait_cluster(&tail.sums[side], step & 1);
+#pragma unroll
+      for (int j = 0; j < M::kSent; j += 4) {
+        const float* const x = sum + 2 * (from + j);
+        const float4 y = *reinterpret_cast<const float4*>(unit + j * 128);
+        float* const z = mine + from + j;
+        z[0] = (rank == 0 ? x[0] : x[2]) + y.x, z[1] = (rank == 0 ? x[1] : x[3]) + y.y;
+        z[2] = (rank == 0 ? x[4] : x[6]) + y.z, z[3] = (rank == 0 ? x[5] : x[7]) + y.w;
+      }
+      __syncwarp();
+      if ((t + clusters < tiles || from + M::kSent < 32) && lane == 0) arrive_in_block(address_in_block(&tail.taken[side], 1 - rank));
     }
-    __syncwarp();
-    if (t + clusters < tiles && lane == 0) arrive_in_block(address_in_block(&tail.taken, 1 - rank));
     const Tile tile = tile_at(t);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int at = tile.first_row + side * 64 + 16 * warp + lane / 4 + 8 * h;
-      float y[16][2];
-#pragma unroll
-      for (int j = 0; j < 16; ++j) y[j][0] = sum[4 * j + 2 * h], y[j][1] = sum[4 * j + 2 * h + 1];
-      finish_features<Io, 2>(context, at, at < count, tile.column_tile, lane % 4, y);
-    }
+    const int at = tile.first_row + side * 64 + 16 * warp + lane / 4 + 8 * rank;
+    finish_feature_row<Io>(context, at, at < count, tile.column_tile, lane % 4, mine);
   }
 }
 
-/// A block a row of the list, in place.
+/// A block a row, in place; `count`: how many there are, null: all.
 inline constexpr int kNormalizeThreads = 256;
 template <class Io>
 __global__ void __launch_bounds__(kNormalizeThreads) normalize_rows(const Context c, const int* count) {
+  ptx::let_next_start();  // what comes next may ask for its weights while fc still runs
   ptx::wait_for_previous();
-  ptx::let_next_start();
-  if (static_cast<int>(blockIdx.x) >= *count) return;
+  if (count && static_cast<int>(blockIdx.x) >= *count) return;
   const float factor = row_factor(c, blockIdx.x, threadIdx.x % 32);
   auto* const row = reinterpret_cast<uint4*>(c.raw + static_cast<std::int64_t>(blockIdx.x) * c.hidden);
   for (int piece = threadIdx.x; piece < c.hidden / 8; piece += kNormalizeThreads)

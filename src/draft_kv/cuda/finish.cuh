@@ -145,17 +145,21 @@ __device__ __forceinline__ float norm_factor(float squares, int head_dim, float 
 /// What the product leaves, and the norm.
 struct Context {
   std::uint16_t* raw;  // [rows, hidden] of Io; after normalize_rows the finished rows
-  float* squares;      // [rows, hidden / 64]
+  float* squares;      // [rows, hidden / 16]
   Values norm;         // [hidden]
   float eps;
   int hidden;
 };
 
-/// The factor of a row from the sums of its blocks of 64 columns, by a warp.
+/// The sum of squares of 64 columns of a row, from those of 16 each.
+__device__ __forceinline__ float squares_of_64(const Context& c, int row, int block) {
+  const float4 x = reinterpret_cast<const float4*>(c.squares)[static_cast<std::int64_t>(row) * (c.hidden / 64) + block];
+  return (x.x + x.y) + (x.z + x.w);
+}
+/// The factor of a row, by a warp.
 __device__ __forceinline__ float row_factor(const Context& c, int row, int lane) {
-  const int blocks = c.hidden / 64;
   float squares = 0;
-  for (int b = lane; b < blocks; b += 32) squares += c.squares[static_cast<std::int64_t>(row) * blocks + b];
+  for (int b = lane; b < c.hidden / 64; b += 32) squares += squares_of_64(c, row, b);
 #pragma unroll
   for (int d = 16; d > 0; d /= 2) squares += __shfl_xor_sync(~0u, squares, d);
   return norm_factor(squares, c.hidden, c.eps);

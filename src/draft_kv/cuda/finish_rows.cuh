@@ -237,34 +237,28 @@ __device__ __forceinline__ void finish_quarters(const Problem& p, Word word, int
   }
 }
 
-/// The same for the product of target features (features.cuh), where there are no heads: `rows` rows of block `block` of 64 columns, rounded, from row `first` on, and their sums
-/// of squares. Eight lanes a row.
+/// The product of target features (features.cuh), where there are no heads: columns `column` .. + columns - 1, a multiple of 16, of up to 8 rows of rounded sums from row `first` on, and
+/// their sums of squares, one every 16 columns. Four lanes for these.
 template <class Io, int kStride>
-__device__ __forceinline__ void finish_feature_block(const Context& context, const unsigned char* unit, int first, int rows, int block) {
+__device__ __forceinline__ void finish_feature_columns(const Context& context, const unsigned char* unit, int first, int rows, int column,
+                                                       int columns) {
   int lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-  const int c = lane % 8, byte = 8 * c;
+  const int c = lane % 4, blocks = columns / 16;
 #pragma unroll 1
-  for (int i = 0; i < rows; i += 4) {
-    const int row = i + lane / 8;
-    const uint2 low = *reinterpret_cast<const uint2*>(unit + row * kStride + byte),
-                high = *reinterpret_cast<const uint2*>(unit + row * kStride + byte + 64);
-    float even[2], odd[2];  // words of an even and of an odd place
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float x[4];
-      from_io_pair<Io>(h ? high.x : low.x, x[0], x[1]), from_io_pair<Io>(h ? high.y : low.y, x[2], x[3]);
-      even[h] = fmaf(x[1], x[1], x[0] * x[0]), odd[h] = fmaf(x[3], x[3], x[2] * x[2]);
-#pragma unroll
-      for (int step = 2; step < 8; step *= 2) even[h] += __shfl_xor_sync(~0u, even[h], step), odd[h] += __shfl_xor_sync(~0u, odd[h], step);
-    }
-    float squares = (even[0] + even[1]) + (odd[0] + odd[1]);
-    squares += __shfl_xor_sync(~0u, squares, 1);
-    if (row >= rows) continue;
-    const std::int64_t at = first + row;
-    if (c == 0) context.squares[at * (context.hidden / 64) + block] = squares;
-    auto* const to = context.raw + at * context.hidden + block * 64 + 4 * c;
-    *reinterpret_cast<uint2*>(to) = low, *reinterpret_cast<uint2*>(to + 32) = high;
+  for (int i = lane / 4; i - lane / 4 < rows * blocks; i += 8) {
+    const bool valid = i < rows * blocks;
+    const int row = valid ? i / blocks : 0, block = valid ? i - row * blocks : 0;
+    const uint2 word = *reinterpret_cast<const uint2*>(unit + row * kStride + 32 * block + 8 * c);
+    float x[4];
+    from_io_pair<Io>(word.x, x[0], x[1]), from_io_pair<Io>(word.y, x[2], x[3]);
+    float even = fmaf(x[1], x[1], x[0] * x[0]), odd = fmaf(x[3], x[3], x[2] * x[2]);
+    even += __shfl_xor_sync(~0u, even, 2), odd += __shfl_xor_sync(~0u, odd, 2);
+    even += odd, even += __shfl_xor_sync(~0u, even, 1);
+    if (!valid) continue;
+    const std::int64_t at = (first + row) * static_cast<std::int64_t>(context.hidden) + column + 16 * block;
+    if (c == 0) context.squares[at / 16] = even;
+    *reinterpret_cast<uint2*>(context.raw + at + 4 * c) = word;
   }
 }
 

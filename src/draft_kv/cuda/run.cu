@@ -1,6 +1,6 @@
 // MaterializeArgs -> which kernel, and its launches.
 //
-//   few_rows   up to 64 rows, target features too: bound by reading the weights
+//   few_rows   up to 64 rows, target features and their projection, too: bound by reading the weights
 //   many_rows  more of them, bound by the tensor cores
 //   bulk_rows  129 to 256 rows, and more of them that have to be gathered (commit lengths)
 //   any_rows   shapes, dtypes and strides that those do not take
@@ -15,7 +15,6 @@
 #include "draft_kv/cuda/any_rows.cuh"
 #include "draft_kv/cuda/bulk_rows.cuh"
 #include "draft_kv/cuda/features.cuh"
-#include "draft_kv/cuda/few_features.cuh"
 #include "draft_kv/cuda/few_rows.cuh"
 #include "draft_kv/cuda/flags.hpp"
 
@@ -108,8 +107,13 @@ Values values(const TensorView& t) {
   return {t.data, t.dtype, t.ndim == 0 ? 0 : t.strides[t.ndim - 1]};
 }
 
-/// Is everything of target features, for so many of them, done as they lie, in two launches?
-bool few_takes(int tokens) { return tokens <= kFewRows; }
+constexpr std::int64_t kContextRows = 2048;  // rows of one round where target features come in front: bounds the workspace
+
+/// Does few_rows take so many rows of so many features? Of target features everything is then done as they lie.
+bool few_takes(int tokens, std::int64_t hidden) {
+  const FewShape shape{Runs::of(static_cast<int>(hidden))};
+  return Few<128>::fitted(shape, tokens, static_cast<std::size_t>(device_info().shared_bytes)).stages > 0;
+}
 
 /// Groups of warps that multiply, so rows of a tile: those that make the fewest rounds of tiles, weighed by what a stage takes (cycles; decision 0010).
 int many_groups(int tokens, int head_tiles) {
@@ -215,80 +219,111 @@ void launch_bulk(const Problem& p, const TensorView& weight, std::int64_t rows, 
          tile_map(p.ctx, weight.dtype, rows, p.hidden, p.ctx_stride, B::kRows, false), p, shape);
 }
 
-/// few_rows, or few_features (kFeatures); `rows` is what its tensor map of ctx covers, `columns` how many there are; `next`: the weights [L, C, hidden] of the launch after fc's.
-template <class Io, int kHeadDim, bool kFeatures>
-void launch_few_of(const Problem& p, const TensorView& weight, std::int64_t rows, const Runs& runs, int columns, const Context& context,
-                   Stream stream, const TensorView* next = nullptr) {
-  using F = Few<kHeadDim, kFeatures>;
-  const auto kernel = [] {
-    if constexpr (kFeatures)
-      return few_features<Io, kHeadDim>;
-    else
-      return few_rows<Io, kHeadDim>;
-  }();
+/// few_rows; `rows` is what its tensor map of ctx covers; `next`: of fc, the weights [L, C, hidden] of the launch after it.
+template <class Io, int kHeadDim, bool kEarly>
+void launch_few_of(const Problem& p, const TensorView& weight, std::int64_t rows, const Runs& runs, const Context& context, Stream stream,
+                   const TensorView* next = nullptr) {
+  using F = Few<kHeadDim>;
+  const auto kernel = few_rows<Io, kHeadDim, kEarly>;
   const auto clusters = clusters_at_once<2>(kernel, F::kThreads);
-  const Places deal(p.layers, p.heads, static_cast<int>(clusters));
-  const int places = kHeadDim == 128 ? deal.used() : columns / F::kWide;
-  FewShape shape = F::shape({places, runs, deal}, p, kFeatures && kHeadDim > 0, static_cast<std::size_t>(device_info().shared_bytes));
-  if (next) {
+  FewShape shape{runs};
+  if constexpr (kHeadDim == 128) {
+    shape.deal = LayerPlaces::of(p.layers, p.heads, static_cast<int>(clusters));
+    shape.places = shape.deal.used;
+  } else if constexpr (kHeadDim == 64) {
+    shape.places = p.layers * p.heads;
+  } else {  // as many columns a cluster as make the fewest rounds
+    const unsigned columns = static_cast<unsigned>(context.hidden), of_16 = columns / 16;
+    const unsigned rounds = blocks_for(columns, F::kWide * clusters);
+    shape.wide = 16 * static_cast<int>(blocks_for(of_16, rounds * clusters));
+    shape.places = static_cast<int>(blocks_for(columns, shape.wide));
     const Runs of_next = Runs::of(static_cast<int>(next->size(-1)));
     shape.next_tiles = static_cast<int>(next->size(-2) * next->sizes[0] / kColumns), shape.next_stages = 4;
     shape.next_half = of_next.begin(of_next.count / 2);
   }
-  const Launch how{.grid = 2 * (kHeadDim == 128 ? clusters : std::min(clusters, static_cast<unsigned>(places))),
+  shape = F::fitted(shape, p.rows.tokens, static_cast<std::size_t>(device_info().shared_bytes));
+  shape.first_row = kEarly ? 0 : static_cast<int>(p.rows.first), shape.first_weight = p.first_layer * 2 * p.heads * kHeadDim;
+  const Launch how{.grid = 2 * std::min(clusters, static_cast<unsigned>(shape.places)),
                    .block = F::kThreads,
-                   .shared = F::shared_bytes(shape.stages, shape.box),
+                   .shared = F::shared_bytes(shape),
                    .cluster = 2,
                    .overlap = true};
-  const CUtensorMap wide = weight_map(weight, F::kWide, true),
-                    narrow = next ? weight_map(*next, kColumns, true) : weight_map(weight, 32, true),
-                    of_rows = tile_map(p.ctx, weight.dtype, rows, weight.size(-1), p.ctx_stride, shape.tokens, false);
-  if constexpr (kFeatures)
-    launch(kernel, how, stream, wide, narrow, of_rows, shape, p, context);
-  else
-    launch(kernel, how, stream, wide, narrow, of_rows, shape, p);
+  launch(kernel, how, stream, weight_map(weight, shape.wide, true), next ? weight_map(*next, kColumns, true) : weight_map(weight, 32, true),
+         tile_map(p.ctx, weight.dtype, rows, weight.size(-1), p.ctx_stride, shape.tokens, false), shape, p, context);
 }
-/// The projection of up to 128 rows as they lie: by pairs of blocks up to 64 of at most 4096 features.
+/// All of a call of up to 64 rows, as they lie.
 template <class Io, int kHeadDim>
-void launch_few(const Problem& p, const TensorView& weight, std::int64_t rows, const Context& context, Stream stream) {
-  const int columns = p.layers * 2 * p.heads * kHeadDim;
+void launch_few(const MaterializeArgs& a, Problem p, const Means& m, Stream stream) {
+  if (m.context.raw) {
+    if (p.first_layer == 0) {
+      const int features = static_cast<int>(a.ctx_hidden.sizes[1]);
+      launch_few_of<Io, 0, false>(p, a.fc_weight, a.tokens, Runs(kSlices, features / kDepth), m.context, stream, &a.kv_weight);
+      launch(normalize_rows<Io>, {.grid = static_cast<unsigned>(p.rows.tokens), .block = kNormalizeThreads, .overlap = true}, stream,
+             m.context, nullptr);
+    }
+    p.ctx = m.context.raw, p.ctx_stride = p.hidden;
+  }
   const Runs runs = Runs::of(p.hidden);
-  if (p.rows.tokens <= kFewRows && runs.count <= 2 * Few<kHeadDim>::kRuns)
-    return context.raw ? launch_few_of<Io, kHeadDim, true>(p, weight, rows, runs, columns, context, stream)
-                       : launch_few_of<Io, kHeadDim, false>(p, weight, rows, runs, columns, context, stream);
-  const ManyShape shape{columns / kColumns, nullptr, nullptr, runs};
-  p.rows.tokens <= kFewRows ? launch_many_of<Io, kHeadDim, 1>(p, weight, rows, shape, context, stream)
-                            : launch_many_of<Io, kHeadDim, 2>(p, weight, rows, shape, context, stream);
+  if (m.context.raw)
+    launch_few_of<Io, kHeadDim, true>(p, a.kv_weight, p.rows.tokens, runs, m.context, stream);
+  else if (runs.count <= 4)
+    launch_few_of<Io, kHeadDim, false>(p, a.kv_weight, a.tokens, runs, Context{}, stream);
+  else  // 96 places of 7168 features are two rounds of clusters, and 2 us more
+    launch_many_of<Io, kHeadDim, 1>(p, a.kv_weight, a.tokens, {p.layers * 2 * p.heads * kHeadDim / kColumns, nullptr, nullptr, runs},
+                                    Context{}, stream);
+}
+/// Groups of warps of many_features that make the fewest rounds of tiles, weighed by what a stage takes (cycles).
+int feature_groups(std::int64_t tokens, std::int64_t hidden) {
+  const auto cost = [&](int groups, int cycles) {
+    return static_cast<std::int64_t>(blocks_for(blocks_for(tokens, 64 * groups) * (hidden / kColumns), device_info().multiprocessors / 2)) *
+           cycles;
+  };
+  return cost(2, 580) <= cost(3, 800) ? 2 : 3;
+}
+/// The product of more target features than few_rows takes, of the rows of the list.
+template <class Io, int kGroups>
+void launch_features(Problem p, const MaterializeArgs& a, const Means& m, Stream stream) {
+  using M = ManyFeatures<kGroups>;
+  p.hidden = static_cast<int>(a.ctx_hidden.sizes[1]);
+  const ManyFeaturesShape of{m.context.hidden / kColumns, m.list, m.count, Runs(kSlices, p.hidden / kDepth)};
+  const auto clusters = clusters_at_once<2>(many_features<Io, kGroups>, M::kThreads);
+  const unsigned tiles = blocks_for(p.rows.tokens, M::kRows) * static_cast<unsigned>(of.column_tiles);
+  launch(many_features<Io, kGroups>,
+         {.grid = 2 * std::min(clusters, tiles), .block = M::kThreads, .shared = M::kShared, .cluster = 2, .overlap = true}, stream,
+         weight_map(a.fc_weight, kColumns, false), tile_map(p.ctx, a.fc_weight.dtype, a.tokens, p.hidden, p.ctx_stride, M::kRows, false), p,
+         of, m.context);
+}
+/// Rows of a launch of long calls of target features: of the tiles of 192 rows that fit the workspace, as many as make the fewest rounds of tiles a row in both products.
+std::int64_t features_at_once(const MaterializeArgs& a) {
+  const std::int64_t hidden = a.fc_weight.sizes[0], features = a.fc_weight.sizes[1], columns = a.kv_weight.sizes[0] * a.kv_weight.sizes[1];
+  std::int64_t best = kContextRows;
+  double least = 1e30;
+  for (std::int64_t rows = 192; rows <= kContextRows; rows += 192) {
+    const auto rounds = [&](std::int64_t n, int at_once) { return blocks_for(rows / 192 * (n / kColumns), at_once); };
+    const int blocks = device_info().multiprocessors;
+    const double cost = (static_cast<double>(rounds(hidden, blocks / 2)) * static_cast<double>(features) / 2 +
+                         static_cast<double>(rounds(columns, blocks)) * static_cast<double>(hidden)) /
+                        static_cast<double>(rows);
+    if (cost <= least) least = cost, best = rows;
+  }
+  return best;
 }
 
 template <class Io, int kHeadDim>
 void launch_fast(const MaterializeArgs& a, Problem p, const Means& m, Stream stream) {
-  const int features = static_cast<int>(a.ctx_hidden.sizes[1]);
   const bool raw = m.context.raw != nullptr;
-  if (raw && few_takes(p.rows.tokens)) {
-    if (p.first_layer == 0)
-      launch_few_of<Io, 0, true>(p, a.fc_weight, a.tokens, Runs(kSlices, features / kDepth), m.context.hidden, m.context, stream,
-                                 &a.kv_weight);
-    p.ctx = m.context.raw, p.ctx_stride = p.hidden;
-    return launch_few<Io, kHeadDim>(p, a.kv_weight, p.rows.tokens, m.context, stream);
-  }
-  if (!raw && p.rows.tokens <= Many<2>::kRows) return launch_few<Io, kHeadDim>(p, a.kv_weight, a.tokens, Context{}, stream);
+  const Runs runs = Runs::of(p.hidden);
+  if (few_takes(p.rows.tokens, p.hidden)) return launch_few<Io, kHeadDim>(a, p, m, stream);
+  if (!raw && p.rows.tokens <= Many<2>::kRows)  // as they lie
+    return launch_many_of<Io, kHeadDim, 2>(p, a.kv_weight, a.tokens, {p.layers * 2 * p.heads * kHeadDim / kColumns, nullptr, nullptr, runs},
+                                           Context{}, stream);
   if (raw) {
     if (p.first_layer == 0) {
       launch_plan(p.rows, m, stream);
-      Problem fc = p;
-      fc.hidden = features;
-      const ManyFeaturesShape of{m.context.hidden / kColumns, m.list, m.count, Runs(kSlices, features / kDepth)};
-      const auto clusters = clusters_at_once<2>(many_features<Io>, ManyFeatures::kThreads);
-      const unsigned tiles = blocks_for(p.rows.tokens, ManyFeatures::kRows) * static_cast<unsigned>(of.column_tiles);
-      launch(many_features<Io>,
-             {.grid = 2 * std::min(clusters, tiles),
-              .block = ManyFeatures::kThreads,
-              .shared = ManyFeatures::kShared,
-              .cluster = 2,
-              .overlap = true},
-             stream, weight_map(a.fc_weight, kColumns, false),
-             tile_map(fc.ctx, a.fc_weight.dtype, a.tokens, features, fc.ctx_stride, ManyFeatures::kRows, false), fc, of, m.context);
+      if (!p.rows.commit.data && feature_groups(p.rows.tokens, m.context.hidden) == 3)
+        launch_features<Io, 3>(p, a, m, stream);
+      else
+        launch_features<Io, 2>(p, a, m, stream);
       launch(normalize_rows<Io>, {.grid = static_cast<unsigned>(p.rows.tokens), .block = kNormalizeThreads, .overlap = true}, stream,
              m.context, m.count);
     }
@@ -296,7 +331,7 @@ void launch_fast(const MaterializeArgs& a, Problem p, const Means& m, Stream str
   }
   const std::int64_t rows = raw ? p.rows.tokens : a.tokens;
   if (bulk_takes(p.rows.tokens, p.rows.commit.data != nullptr)) return launch_bulk<Io, kHeadDim>(p, a.kv_weight, rows, raw, m, stream);
-  ManyShape shape{p.layers * 2 * p.heads * kHeadDim / kColumns, nullptr, nullptr, Runs::of(p.hidden)};
+  ManyShape shape{p.layers * 2 * p.heads * kHeadDim / kColumns, nullptr, nullptr, runs};
   if (p.rows.tokens > kPlanRows || raw) {
     if (!raw && p.first_layer == 0) launch_plan(p.rows, m, stream);
     shape.list = m.list, shape.list_count = m.count;
@@ -332,8 +367,6 @@ void launch_any(const MaterializeArgs& a, const Problem& p, const Means& m, Stre
          stream, p, shape);
 }
 
-constexpr std::int64_t kContextRows = 2048;  // rows of one round where target features come in front: bounds the workspace
-
 std::int64_t round_up(std::int64_t n) { return (n + 255) / 256 * 256; }
 
 /// The parts of a workspace: a list of rows, its length, what blocks of bulk_rows hand on, and rows of context with their sums of squares.
@@ -349,7 +382,7 @@ Parts parts(std::int64_t tokens, std::int64_t hidden, std::int64_t item) {
   p.flags = p.count + (listed ? 256 : 0);
   p.sums = p.flags + (bulk ? round_up(kPartBlocks * kPartFlags * static_cast<std::int64_t>(sizeof(unsigned long long))) : 0);
   p.squares = p.sums + (bulk ? kPartBlocks * static_cast<std::int64_t>(kPartBytes) : 0);
-  p.raw = p.squares + (item > 0 ? round_up(rows * (hidden + 63) / 64 * 4) : 0);
+  p.raw = p.squares + (item > 0 ? round_up(rows * (hidden + 15) / 16 * 4) : 0);
   p.end = p.raw + rows * hidden * item;
   return p;
 }
@@ -390,10 +423,12 @@ void run(const MaterializeArgs& a, Stream stream) {
     m.context = {reinterpret_cast<std::uint16_t*>(workspace + at.raw), reinterpret_cast<float*>(workspace + at.squares),
                  values(a.hidden_norm_weight), a.hidden_norm_eps, p.hidden};
   // A launch names at most kMaxLayers layers and plans a bounded number of rows. Rows go in order, so of two that name one slot the last stands.
-  const std::int64_t round = with_context ? kContextRows : kListRows;
+  const std::int64_t round = !with_context                                               ? kListRows
+                             : fast && a.tokens > kContextRows && !a.commit_lens.given() ? features_at_once(a)
+                                                                                         : kContextRows;
   for (std::int64_t first = 0; first < a.tokens; first += round) {
     p.rows.first = first, p.rows.tokens = static_cast<int>(std::min(a.tokens - first, round));
-    const bool all_layers = !fast || (with_context ? few_takes(p.rows.tokens) : p.rows.tokens <= Many<2>::kRows);
+    const bool all_layers = !fast || few_takes(p.rows.tokens, hidden) || (!with_context && p.rows.tokens <= Many<2>::kRows);
     const std::int64_t most = all_layers ? kMaxLayers : Many<3>::kLayers;
     for (std::int64_t layer = 0; layer < a.layers; layer += most) {
       p.first_layer = static_cast<int>(layer), p.layers = static_cast<int>(std::min(a.layers - layer, most));
