@@ -4,6 +4,10 @@
 // (miss, follower, pair), dealt to the warps round robin over all batch rows, so that one request with many misses is no tail. Each lane finds
 // one transfer (a search in the running counts of the batch rows), then the warp moves them four at a time. Behind a swap that publishes its plan
 // (swap.cu) the copies begin as soon as that stands, so that the link does not rest between the last row of one and the first of the other.
+//
+// A call with a budget runs beside other kernels. There a block is as large as a multiprocessor, so that it has one to itself: two blocks on one brought
+// rows half as fast, and what else lies there waits behind its requests to the host. And it starts when the work before it is done, not before: blocks
+// that only wait for the call before them would take as many multiprocessors again from what runs beside.
 #include <algorithm>
 
 #include "cuda/launch.hpp"
@@ -14,7 +18,8 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr unsigned kReplayBlocks = 32;
-constexpr int kMostStreams = 64;  // pairs of buffers in one launch
+constexpr int kAloneThreads = 1024;  // of 64 registers: all that a multiprocessor has
+constexpr int kMostStreams = 64;     // pairs of buffers in one launch
 
 struct Streams {
   PairGeometry at[kMostStreams];
@@ -36,11 +41,12 @@ __device__ __forceinline__ i64 await_count(const std::int32_t* count) {
 
 /// x.early: this kernel has started while the swap before it, all of whose blocks are running, is at work. It reads nothing else that the swap writes, and is
 /// over behind it.
+template <int kThreads>
 __global__ void __launch_bounds__(kThreads) replay_kernel(const __grid_constant__ ReplayPlanArgs x, const __grid_constant__ Streams to) {
   __shared__ u32 before[kThreads + 1];
   __shared__ u32 warp_sum[32];
   if (!x.early) ptx::wait_for_previous();
-  ptx::let_next_start();
+  if (x.sm_budget == 0) ptx::let_next_start();
   const auto count = [&](i64 b) { return b >= x.batch ? i64{0} : x.early ? await_count(&x.count(b)) : static_cast<i64>(x.count(b)); };
   i64 mine_now = count(threadIdx.x);  // under way together with the number of real rows
   i64 real = x.batch;
@@ -170,9 +176,10 @@ void run(const ReplayPlanArgs& x, const CopyArgs* followers, std::int64_t num_fo
     if (to.count == 0) continue;
     specstate::cuda::Launch shape;
     shape.grid = copy_blocks(kReplayBlocks, 1, kReplayBlocks, x.sm_budget);  // how many rows there are, only the GPU knows
-    shape.block = kThreads;
-    shape.overlap = true;
-    specstate::cuda::launch(&replay_kernel, shape, stream, x, to);
+    const bool alone = x.sm_budget > 0;
+    shape.block = alone ? kAloneThreads : kThreads;
+    shape.overlap = !alone || x.batch > 32;
+    specstate::cuda::launch(alone ? &replay_kernel<kAloneThreads> : &replay_kernel<kThreads>, shape, stream, x, to);
   }
 }
 
