@@ -1287,7 +1287,7 @@ struct Swap {
         bool won = false;
         if (lane_id() == 0) won = atomicCAS(&s().taken, first, first + n) == first;
         if (__shfl_sync(kFull, won, 0)) {
-          if (taken == 0) take(first, n, row, taken);
+          take(first, n, row, taken);
         }
       } else if (__all_sync(kFull, last)) {
         return;
