@@ -144,6 +144,8 @@ void Report::add(const std::string& operation, Keys keys, Result result) {
   result.name = family_ + "/" + operation + "/";
   for (const auto& [key, value] : keys) result.name += (result.name.back() == '/' ? "" : ",") + key + "=" + value;
   results_.push_back(std::move(result));
+  if (settings_.seconds > 0 && std::chrono::steady_clock::now() - begin_ > std::chrono::duration<double>(settings_.seconds))
+    throw TimeIsOver{};
 }
 
 std::string cpu_name() {

@@ -1,6 +1,7 @@
 #pragma once
 // What every benchmark shares: how time is taken, what this machine can do at most, how a result is named.
 // A family is one file: `void run(Report&)` and `const bool registered = add_family("name", run);`.
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -28,11 +29,15 @@ struct Ceilings {
   double memcpy_gbs = 0;  // bytes copied, far larger than the caches
 };
 
+/// Ends a family whose time is over; what was measured counts.
+struct TimeIsOver {};
+
 class Report {
  public:
   struct Settings {
     std::string device = "cpu";
     bool quick = false;  // few and short samples: shows that it runs, not how fast
+    double seconds = 0;  // > 0: no further case is begun after so long
   };
   Report(std::string family, const Settings& settings) : family_(std::move(family)), settings_(settings) {}
 
@@ -56,7 +61,7 @@ class Report {
   double compute_us(double operations) const { return operations / ceilings().fma_gflops * 1e-3; }
 
   using Keys = std::map<std::string, std::string>;
-  /// `threads` joins the keys by itself on the CPU.
+  /// `threads` joins the keys by itself on the CPU. Throws TimeIsOver.
   void add(const std::string& operation, Keys keys, Result result);
   const std::vector<Result>& results() const { return results_; }
 
@@ -66,6 +71,7 @@ class Report {
   std::string family_;
   Settings settings_;
   std::vector<Result> results_;
+  std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
 };
 
 /// Cuts [0, n) among the CPU backend's threads, for measurements of the machine itself.

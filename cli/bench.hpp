@@ -7,6 +7,7 @@ struct BenchOptions {
   std::string family;          // or "all"
   std::string device = "cpu";  // cpu or cuda
   std::string json;            // file or "-"; empty: a table only
+  double seconds = 0;          // > 0: most for a family
   bool quick = false;          // shows that it runs, not how fast; never recorded
   bool record = false;         // merge into bench/results/<device>.json of the checkout that this is run in
 };

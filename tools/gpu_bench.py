@@ -64,9 +64,10 @@ def measure(options):
     """Yields what is known after each part."""
     with tempfile.TemporaryDirectory() as folder:
         report, quick = None, ["--quick"] if options.quick else []
+        limit = ["--seconds", str(options.seconds)] if options.seconds else []
         for family in [options.only] if options.only else FAMILIES:  # one that fails takes no other with it
             ours = pathlib.Path(folder) / f"{family}-ours.json"
-            run_within(None, [str(BUILD / "specstate"), "bench", family, "--device", "cuda", "--json", str(ours), *quick], env=environment())
+            run_within(None, [str(BUILD / "specstate"), "bench", family, "--device", "cuda", "--json", str(ours), *quick, *limit], env=environment())
             if not ours.exists():
                 print(f"gpu_bench: {family} was not measured", file=sys.stderr)
                 continue
@@ -93,6 +94,7 @@ def main():
     parser.add_argument("--wheel", default="")
     parser.add_argument("--only", default="")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--seconds", type=float, help="no further case of a family is begun after so long")
     parser.add_argument("--peer-seconds", type=float, help="most for the peers of one family; what was measured by then counts")
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--record", type=pathlib.Path, metavar="FILE")
