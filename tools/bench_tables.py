@@ -30,6 +30,7 @@ def table(head, rows):
 
 
 OLDER = " †"
+BEFORE = " ‡"
 
 
 def older(recorded):
@@ -62,7 +63,7 @@ def results_table(recorded, prefix, aged=frozenset()):
     for keys, r in sorted(zip(keys_of, results), key=lambda pair: sort_key([pair[0].get(n, "") for n in varied])):
         ours, floor = r["ours_us"], r["floor_us"]
         row = [keys.get(n, "") for n in varied] + [number(ours) + (OLDER if r["case"] in aged and not all_aged else ""), number(floor) if floor else "", f"{floor / ours:.2f}" if floor else ""]
-        row += [f"{number(r['peers'][p])} ({r['peers'][p] / ours:.2f}x)" if p in r["peers"] else "" for p in peers]
+        row += [f"{number(r['peers'][p])} ({r['peers'][p] / ours:.2f}x){BEFORE if p in r.get('peers_before', []) else ''}" if p in r["peers"] else "" for p in peers]
         rows.append(row)
     caption = f"{recorded['device']}, {', '.join(sorted({r['date'] for r in results}))}{OLDER if all_aged else ''}; microseconds" + "".join(f"; {s}" for s in same) + ".\n\n"
     return caption + table([*varied, "ours", "floor", "floor / ours", *(f"{p} (x ours)" for p in peers)], rows)

@@ -45,10 +45,17 @@ def with_peers(report, peers):
 
 
 def record(report, root=ROOT):
-    """Into bench/results/<device>.json: a case that was measured again replaces its older self."""
+    """Into bench/results/<device>.json: a case that was measured again replaces its older self. A peer that was not stays, named in `peers_before`, with the
+    time of ours in turns with it."""
     path = root / "bench" / "results" / (report["device"].split()[-1].lower() + ".json")
     old = json.loads(path.read_text()) if path.exists() else {"device": report["device"], "ceilings": {}, "results": []}
-    cases = {r["case"]: r for r in old["results"]} | {r["case"]: r for r in report["results"]}
+    before = {r["case"]: r for r in old["results"]}
+    for r in report["results"]:
+        last = before.get(r["case"], {"peers": {}})
+        if kept := {p: us for p, us in last["peers"].items() if p not in r["peers"]}:
+            r["peers"], r["peers_before"] = kept | r["peers"], sorted(kept)
+            r |= {k: last[k] for k in ["ours_beside_peers_us"] if k in last and k not in r}
+    cases = before | {r["case"]: r for r in report["results"]}
     merged = {"device": report["device"], "date": report["date"], "ceilings": {**old["ceilings"], **report["ceilings"]}, "results": [cases[c] for c in sorted(cases)]}
     path.write_text(json.dumps(merged, indent=1) + "\n")
     return path
