@@ -86,15 +86,15 @@ def sglang_table(recorded):
         theirs = [us for name, us in r["peers"].items() if name.startswith("sglang")]
         if theirs and not r["case"].startswith("overhead/"):
             kind, _, shape = r["case"].rpartition("/")
-            kinds.setdefault(kind, []).append((min(theirs) / r.get("ours_beside_peers_us", r["ours_us"]), shape.split(","), r["date"]))
+            kinds.setdefault(kind, []).append((min(theirs) / r.get("ours_beside_peers_us", r["ours_us"]), shape.split(","), r["date"], any(n in r.get("peers_before", []) for n in r["peers"] if n.startswith("sglang"))))
     rows = []
     for kind, cells in sorted(kinds.items()):
-        same = set.intersection(*(set(shape) for _, shape, _ in cells)) if len(cells) > 1 else set()
-        cells = sorted((ratio, ", ".join(pair.replace("=", " ") for pair in shape if pair not in same)) for ratio, shape, _ in cells)
-        said = [f"{ratio:.2f} ({shape})" for ratio, shape in cells]
-        slower = sum(ratio < 1 for ratio, _ in cells)
+        same = set.intersection(*(set(shape) for _, shape, _, _ in cells)) if len(cells) > 1 else set()
+        cells = sorted((ratio, ", ".join(pair.replace("=", " ") for pair in shape if pair not in same), before) for ratio, shape, _, before in cells)
+        said = [f"{ratio:.2f} ({shape})" + (BEFORE if before else "") for ratio, shape, before in cells]
+        slower = sum(ratio < 1 for ratio, _, _ in cells)
         rows.append([f"`{kind}`", str(len(cells)), f"{slower}: {'; '.join(said[:slower])}" if slower else "none", said[0], said[-1]])
-    dates = ", ".join(sorted({date for cells in kinds.values() for _, _, date in cells}))
+    dates = ", ".join(sorted({date for cells in kinds.values() for _, _, date, _ in cells}))
     return f"{recorded['device']}, {dates}; sglang's time divided by ours.\n\n" + table(["kind of call", "cells", "sglang faster in", "worst", "best"], rows)
 
 
