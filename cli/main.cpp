@@ -155,7 +155,7 @@ int run(int argc, char** argv) {
   bench_app->add_option("--device", bench.device, "cpu, or cuda: one NVIDIA GPU")->check(one_of({"cpu", "cuda"}))->capture_default_str();
   bench_app->add_flag("--quick", bench.quick, "few and short samples: shows that it runs, not how fast");
   bench_app->add_option("--seconds", bench.seconds, "begin no further case of a family after so long; what was measured by then counts")
-      ->check(CLI::PositiveNumber);
+      ->check(number(0.001, 1e6, "a number of seconds from 0.001 to 1000000"));
   bench_app->add_flag("--record", bench.record, "merge into bench/results/<device>.json of this checkout");
   bench_app->add_option("--json", bench.json, "write the results as JSON to a file, or - for stdout")->check(not_empty());
 

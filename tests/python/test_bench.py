@@ -66,7 +66,15 @@ def test_help_names_the_families_of_each_device():
     assert "--device TEXT=cpu" in said and "floor/us: the share" in said
 
 
+def test_what_was_measured_before_the_time_is_over_counts():
+    cut = bench("matmul", "--quick", "--seconds", "0.001", "--json", "-")
+    assert len(json.loads(cut.stdout)["results"]) == 1 and "was not measured" in cut.stderr
+
+
 def test_bad_usage_is_one_line_and_status_2():
+    for seconds in ("0", "-1", "nan", "inf", "text"):
+        done = bench("matmul", "--quick", "--seconds", seconds)
+        assert done.returncode == 2 and f"--seconds: expected a number of seconds from 0.001 to 1000000, got '{seconds}'" in done.stderr
     for arguments in (["nonsense"], ["matmul", "--device", "tpu"], ["matmul", "--quick", "--record"], []):
         done = bench(*arguments)
         assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1 and not done.stdout, arguments
