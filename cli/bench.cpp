@@ -45,7 +45,8 @@ Json digests() {
 std::string command_of(const BenchOptions& o, const std::string& family) {
   const char* threads = std::getenv("SPECSTATE_NUM_THREADS");
   return fmt::format("{}specstate bench {} --device {}{}", threads ? fmt::format("SPECSTATE_NUM_THREADS={} ", threads) : "", family,
-                     o.device, o.quick ? " --quick" : "") + (o.seconds > 0 ? fmt::format(" --seconds {}", o.seconds) : "");
+                     o.device, o.quick ? " --quick" : "") +
+         (o.seconds > 0 ? fmt::format(" --seconds {}", o.seconds) : "");
 }
 
 /// `fresh` into the recorded file: a case measured again replaces its older self, the others stay. A file of another machine is

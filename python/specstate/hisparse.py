@@ -178,9 +178,9 @@ def swap_in(
     for a V cache; state: SwapState. num_real_reqs [1] int32: rows from there on are padding.
     miss_src [>=B, >=S*K] int64, miss_dst (same) int32, miss_count [>=B] int32: the copies, for `replay_plan`.
     unique_misses, unique_hits [>=B] int32: counts. scratch_locs [R, C] int32: rows for misses that find no hot slot (not needed if S*K <= H).
-    follower_host_cache, follower_device_buffer, follower_host_cache_v, follower_device_buffer_v: a tensor or a list of them, layers in lockstep that get
-    the same rows of their own pools (at least as large as this layer's), as by `replay_plan` of the plan (which must be given) behind this call; on a
-    GPU their rows are asked for while this layer's are on their way.
+    follower_host_cache [Nh', ...], follower_device_buffer [Nd', ...] (both or neither), follower_host_cache_v, follower_device_buffer_v (likewise): a tensor
+    or a list of them, layers in lockstep that get the same rows of their own pools, as by `replay_plan` of the plan (which must be given) behind this
+    call; Nh' >= Nh, Nd' >= Nd, rows of a size of their own. On a GPU their rows are asked for while this layer's are on their way.
     Returns the device rows [B, S, K] int32; -1 for tokens outside 0..seq_len-1, without a host row, or for which no row was left.
     """
     if out is None:
@@ -303,9 +303,15 @@ def _list(name, x, array):
 
 def _layers(op, host_cache, device_buffer, host_cache_v, device_buffer_v, before=""):
     """The layers that a plan is replayed on, as a list for each kind of buffer."""
-    hosts, devices = _list(f"{before}host_cache", host_cache, array_in), _list(f"{before}device_buffer", device_buffer, array_out)
-    hosts_v = [] if host_cache_v is None else _list(f"{before}host_cache_v", host_cache_v, array_in)
-    devices_v = [] if device_buffer_v is None else _list(f"{before}device_buffer_v", device_buffer_v, array_out)
+    given = {
+        "host_cache": (host_cache, array_in), "device_buffer": (device_buffer, array_out),
+        "host_cache_v": (host_cache_v, array_in), "device_buffer_v": (device_buffer_v, array_out),
+    }  # fmt: skip
+    lists = {name: _list(before + name, x, array) for name, (x, array) in given.items() if x is not None}  # what is given first, then what is missing
+    for name in ("host_cache", "device_buffer"):
+        if name not in lists:
+            raise refusal(ValueError, f"{before}{name}: expected a tensor for every layer, got none.")
+    hosts, devices, hosts_v, devices_v = (lists.get(name, []) for name in given)
     for name, x, n in [("device_buffer", devices, len(hosts)), ("host_cache_v", hosts_v, len(hosts)), ("device_buffer_v", devices_v, len(hosts_v))]:
         if len(x) != n and not (name == "host_cache_v" and not x):
             raise ValueError(f"{op}: {before}{name}: expected {n} layers, got {len(x)}.")
