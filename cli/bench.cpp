@@ -67,6 +67,7 @@ void record(const fs::path& path, const Json& fresh) {
       for (auto& [name, r] : by_case) all["results"].push_back(r);
     }
   }
+  all.erase("cut_off");  // of this run; in the file each case has its date
   fs::create_directories(path.parent_path());
   const fs::path unfinished = path.string() + ".new";
   write_json(unfinished.string(), all.dump(1));
@@ -145,6 +146,7 @@ int run_bench(const BenchOptions& options) {
     } catch (const bench::TimeIsOver&) {
       std::fprintf(stderr, "specstate bench: %s ends after --seconds %g: what is not in the table was not measured\n", name.c_str(),
                    options.seconds);
+      report["cut_off"][name] = options.seconds;
     } catch (...) {
       fault = std::current_exception();  // what was measured before it is reported first, but not recorded
     }

@@ -79,7 +79,10 @@ def measure(options):
                 print(f"gpu_bench: {family} was not measured", file=sys.stderr)
                 continue
             fresh = json.loads(ours.read_text())
-            report = {**fresh, "results": (report["results"] if report else []) + fresh["results"]}
+            before = report or {"results": []}
+            report = {**fresh, "results": before["results"] + fresh["results"]}
+            if cut_off := before.get("cut_off", {}) | fresh.get("cut_off", {}):
+                report["cut_off"] = cut_off  # families that --seconds ended
             yield report
         if report is None:
             sys.exit("gpu_bench: nothing was measured")

@@ -246,12 +246,17 @@ SwapInArgs check(const SwapInParams& p, std::vector<CopyArgs>& followers) {
   followers =
       follower_args(check, p.followers, p.num_followers, &p.buffers, "follower_", p.layout, kInfer, p.skip_io, Flat::kRefused, names);
   if (!followers.empty()) check.require(p.plan.miss_src.given(), "miss_src", "a plan for the followers", "none");
+  const std::int64_t host_rows = a.copy.host_rows(), device_rows = a.copy.device_rows();
+  const char* const host_of = kBufferNames[a.copy.host[0].rows > host_rows ? 2 : 0];
+  const char* const device_of = kBufferNames[a.copy.device[0].rows > device_rows ? 3 : 1];
   for (std::size_t i = 0; i < followers.size(); ++i) {
-    const CopyArgs& f = followers[i];
-    check.require(f.host_rows() >= a.copy.host_rows(), names[i][0], fmt::format("at least the {} rows of host_cache", a.copy.host_rows()),
-                  std::to_string(f.host_rows()));
-    check.require(f.device_rows() >= a.copy.device_rows(), names[i][1],
-                  fmt::format("at least the {} rows of device_buffer", a.copy.device_rows()), std::to_string(f.device_rows()));
+    const auto enough = [&](const char* name, std::int64_t rows, std::int64_t least, const char* of) {
+      if (rows < least) check.fail(name, fmt::format("at least the {} rows of {}", least, of), std::to_string(rows));
+    };
+    for (int k = 0; k < followers[i].pairs; ++k) {
+      enough(names[i][2 * k], followers[i].host[k].rows, host_rows, host_of);
+      enough(names[i][2 * k + 1], followers[i].device[k].rows, device_rows, device_of);
+    }
   }
   check.outputs_apart();
 

@@ -39,6 +39,7 @@ def test_quick_bench_measures_and_names_its_sources():
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     check_schema(report)
+    assert "cut_off" not in report
     assert {r["case"].split("/")[0] for r in report["results"]} == {"matmul"}
     assert {r["source_digest"] for r in report["results"]} == {source_digest.digest("matmul")}
     (ceilings,) = report["ceilings"].values()
@@ -68,7 +69,8 @@ def test_help_names_the_families_of_each_device():
 
 def test_what_was_measured_before_the_time_is_over_counts():
     cut = bench("matmul", "--quick", "--seconds", "0.001", "--json", "-")
-    assert len(json.loads(cut.stdout)["results"]) == 1 and "was not measured" in cut.stderr
+    report = json.loads(cut.stdout)
+    assert len(report["results"]) == 1 and report["cut_off"] == {"matmul": 0.001} and "was not measured" in cut.stderr
 
 
 def test_bad_usage_is_one_line_and_status_2():

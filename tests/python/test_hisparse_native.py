@@ -133,6 +133,12 @@ def test_followers_in_the_same_call():
     ]:
         with pytest.raises(ValueError, match=text):
             run(w, c, state, follower_host_cache=layers[0], follower_device_buffer=layers[1])
+    for short, text in [  # of a second pair
+        ({"follower_host_cache_v": hosts[0][:-1], "follower_device_buffer_v": got[1]}, r"follower_host_cache_v: expected at least the \d+ rows of host_cache, got"),
+        ({"follower_host_cache_v": hosts[1], "follower_device_buffer_v": got[1][:-1]}, r"follower_device_buffer_v: expected at least the \d+ rows of device_buffer, got"),
+    ]:
+        with pytest.raises(ValueError, match="swap_in: " + text):
+            run(w, c, state, follower_host_cache=hosts[0], follower_device_buffer=got[0], **short)
     with pytest.raises(ValueError, match=r"swap_in: miss_src: expected a plan for the followers, got none\."):
         hisparse.swap_in(
             c.top_k_tokens, c.seq_lens.reshape(2, 2), c.req_pool_indices, w.host_cache_locs, w.host_cache, w.device_buffer, state,
