@@ -2,10 +2,11 @@
 """Writes the tables of docs/performance.md and docs/compatibility.md from bench/results/*.json; `--check` only says whether the pages are up to date,
 and which rows were measured from older sources than those at hand.
 
-A table stands between two markers and names the results file and a family (or one operation of it), the file's ceilings, or `sglang`, where sglang is faster:
+A table stands between two markers and names the results file and a family (or one operation of it), the file's ceilings, `sglang` (where sglang is faster),
+or `glance` (the calls that a deployment is sized by, below):
     <!-- bench cpu matmul/product -->
     <!-- /bench -->
-Keys that are the same in all cases stand in the line above the table. A dagger stands behind the time of a row whose sources have changed
+Keys that are the same in all cases stand in the line above the table, those that few cases have in the column "with". A dagger stands behind the time of a row whose sources have changed
 since (its `source_digest` is not today's), and behind the date where that is so of all rows. Daggers are as of the day that the page was written; `--check` looks afresh.
 """
 
@@ -49,6 +50,24 @@ def sort_key(keys):
     return [(0, int(v), "") if v.isdigit() else (1, 0, v) for v in keys]
 
 
+def thinned(cases, varied):
+    """Of a sweep (one key alone takes more than 24 values) the first, the last, and those nearest to and farthest from their floor; and what to say of that."""
+    said = []
+    for name in varied:
+        sweeps = {}
+        for keys, r in cases:
+            sweeps.setdefault(tuple(keys.get(n, "") for n in varied if n != name), []).append((keys, r))
+        for sweep in sweeps.values():
+            if len(sweep) <= 24 or not all(r["floor_us"] for _, r in sweep):
+                continue
+            by_share = sorted(sweep, key=lambda case: case[1]["floor_us"] / case[1]["ours_us"])
+            kept = {id(r) for _, r in (sweep[0], sweep[-1], by_share[0], by_share[-1])} | {id(r) for _, r in sweep if r["peers"]}
+            dropped = {id(r) for _, r in sweep} - kept
+            cases = [case for case in cases if id(case[1]) not in dropped]
+            said.append(f"of {len(sweep)} values of {name} the first, the last, the worst and the best")
+    return cases, said
+
+
 def results_table(recorded, prefix, aged=frozenset()):
     results = [r for r in recorded["results"] if r["case"].startswith(prefix + "/")]
     if not results:
@@ -57,16 +76,31 @@ def results_table(recorded, prefix, aged=frozenset()):
     names = sorted({k for keys in keys_of for k in keys}, key=lambda name: (name != "operation", name))
     varied = [n for n in names if len({keys.get(n) for keys in keys_of}) > 1]
     same = [f"{n} {keys_of[0][n]}" for n in names if n not in varied and n != "operation"]
+    if rare := [n for n in varied if sum(n in keys for keys in keys_of) < len(keys_of) / 4]:
+        varied = [n for n in varied if n not in rare] + ["with"]
+        for keys in keys_of:
+            keys["with"] = ", ".join(f"{n} {keys[n]}" for n in rare if n in keys)
     peers = sorted({p for r in results for p in r["peers"]})
     all_aged = all(r["case"] in aged for r in results)
+    cases = sorted(zip(keys_of, results), key=lambda pair: sort_key([pair[0].get(n, "") for n in varied]))
+    cases, said = thinned(cases, varied)
+    time = lambda r: number(r["ours_us"]) + (OLDER if r["case"] in aged and not all_aged else "")  # noqa: E731
+    caption = f"{recorded['device']}, {', '.join(sorted({r['date'] for r in results}))}{OLDER if all_aged else ''}; microseconds" + "".join(f"; {s}" for s in same + said) + ".\n\n"
+    bare = [case for case in cases if not case[1]["floor_us"] and not case[1]["peers"]]
+    grid = ""
+    if len(bare) > 40:  # ours alone: a column for each value of the last key
+        cases = [case for case in cases if case[1]["floor_us"] or case[1]["peers"]]
+        lines, columns = {}, sorted({keys.get(varied[-1], "") for keys, _ in bare}, key=lambda value: sort_key([value]))
+        for keys, r in bare:
+            lines.setdefault(tuple(keys.get(n, "") for n in varied[:-1]), {})[keys.get(varied[-1], "")] = time(r)
+        grid = "\nOurs alone:\n\n" + table([*varied[:-1], *(f"{varied[-1]} {value}" for value in columns)], [[*line, *(cells.get(value, "") for value in columns)] for line, cells in lines.items()])
     rows = []
-    for keys, r in sorted(zip(keys_of, results), key=lambda pair: sort_key([pair[0].get(n, "") for n in varied])):
+    for keys, r in cases:
         ours, floor = r["ours_us"], r["floor_us"]
-        row = [keys.get(n, "") for n in varied] + [number(ours) + (OLDER if r["case"] in aged and not all_aged else ""), number(floor) if floor else "", f"{floor / ours:.2f}" if floor else ""]
+        row = [keys.get(n, "") for n in varied] + [time(r), number(floor) if floor else "", f"{floor / ours:.2f}" if floor else ""]
         row += [f"{number(r['peers'][p])} ({r['peers'][p] / ours:.2f}x){BEFORE if p in r.get('peers_before', []) else ''}" if p in r["peers"] else "" for p in peers]
         rows.append(row)
-    caption = f"{recorded['device']}, {', '.join(sorted({r['date'] for r in results}))}{OLDER if all_aged else ''}; microseconds" + "".join(f"; {s}" for s in same) + ".\n\n"
-    return caption + table([*varied, "ours", "floor", "floor / ours", *(f"{p} (x ours)" for p in peers)], rows)
+    return caption + table([*varied, "ours", "floor", "floor / ours", *(f"{p} (x ours)" for p in peers)], rows) + grid
 
 
 def ceilings_table(recorded):
@@ -98,7 +132,48 @@ def sglang_table(recorded):
     return f"{recorded['device']}, {dates}; sglang's time divided by ours.\n\n" + table(["kind of call", "cells", "sglang faster in", "worst", "best"], rows)
 
 
-SPECIAL = {"ceilings": ceilings_table, "sglang": sglang_table}
+SWAP = "bytes=576,{}hot=4096,misses={{}},requests=*,steps=4,top_k=2048"
+GLANCE = {  # what is counted: {a call in words: its cases, * where the count stands}
+    "requests": {
+        "HiSparse swap of 4 steps, nothing missing": "hisparse/swap/" + SWAP.format("").format(0),
+        "the same, 782 rows missing a request": "hisparse/swap/" + SWAP.format("").format(782),
+        "the same inside sglang's state": "hisparse/spec_swap/" + SWAP.format("").format(782),
+        "the swap with three followers": "hisparse/swap_and_followers/" + SWAP.format("followers=3,").format(782),
+        "KDA verify of 8 tokens, 12 heads, rings": "kda/verify_ring/heads=12,requests=*,tokens=8",
+        "the same, snapshots": "kda/verify_snapshot/heads=12,requests=*,tokens=8",
+        "KDA fold of 4 accepted tokens, 12 heads": "kda/fold/accepted=4,heads=12,requests=*",
+        "KDA decode of one token, 12 heads": "kda/decode/heads=12,requests=*,tokens=1",
+        "greedy acceptance, windows of 8": "accept/verify_greedy/requests=*,window=8",
+        "rejection sampling, 151 936 ids, windows of 8": "accept/verify_rejection/requests=*,vocab=151936,window=8",
+        "one step of the whole model below, 131 072 positions": "step/all/context=131072,requests=*",
+    },
+    "tokens": {
+        "draft KV of Qwen3-8B's drafter, from features": "draft_kv/materialize/committed=1,head_dim=128,hidden=4096,kv_heads=8,layers=5,tokens=*",
+        "the same, from the target's features": "draft_kv/from_features/committed=1,features=20480,head_dim=128,hidden=4096,kv_heads=8,layers=5,tokens=*",
+    },
+}  # fmt: skip
+
+
+def glance_table(recorded):
+    """Few calls, a column a number of requests (or tokens): ours, in brackets what sglang's fastest form of the same call takes beside it."""
+    tables = []
+    for counted, calls in GLANCE.items():
+        rows, counts = {}, set()
+        for call, pattern in calls.items():
+            before, after = pattern.split("*")
+            rows[call] = {}
+            for r in recorded["results"]:
+                n = r["case"].removeprefix(before).removesuffix(after)
+                if before + n + after != r["case"] or not n.isdigit():
+                    continue
+                theirs = [(us, name in r.get("peers_before", [])) for name, us in r["peers"].items() if name.startswith("sglang") and "," not in name]  # no ", four single steps"
+                rows[call][int(n)] = number(r["ours_us"]) + (f" ({number(min(theirs)[0])}{BEFORE if min(theirs)[1] else ''})" if theirs else "")
+                counts.add(int(n))
+        tables.append(table([f"call; {counted}:", *map(str, sorted(counts))], [[call, *(cells.get(n, "") for n in sorted(counts))] for call, cells in rows.items()]))
+    return f"{recorded['device']}, {recorded['date']}; microseconds.\n\n" + "\n".join(tables)
+
+
+SPECIAL = {"ceilings": ceilings_table, "glance": glance_table, "sglang": sglang_table}
 
 
 def render(page, root=None):

@@ -119,6 +119,30 @@ def test_tables_pivot_keys_and_peers(tmp_path, monkeypatch):
     assert "| operation | n | x | ours |" in family and "| b | 9 | q | 2.00 |" in family and "| c | 1 |  | 1.00 |" in family
 
 
+def test_tables_stay_short():
+    """What few cases have is a column; of a sweep the ends and the extremes; times without floor or peers a grid."""
+    result = lambda case, us, floor: {"case": case, "ours_us": us, "floor_us": floor, "peers": {}, "date": "2026-01-02"}  # noqa: E731
+    sweep = [result(f"a/b/k=1,n={n}", 10.0, 9.0 + (n == 7) - (n == 9)) for n in range(1, 31)]
+    said = bench_tables.results_table({"device": "D", "results": [*sweep, result("a/b/k=1,mode=x,n=2", 5.0, 1.0)]}, "a/b")
+    assert said == (
+        "D, 2026-01-02; microseconds; k 1; of 30 values of n the first, the last, the worst and the best.\n\n| n | with | ours | floor | floor / ours |\n| --- | --- | --- | --- | --- |\n"
+        "| 1 |  | 10.0 | 9.00 | 0.90 |\n| 2 | mode x | 5.00 | 1.00 | 0.20 |\n| 7 |  | 10.0 | 10.0 | 1.00 |\n| 9 |  | 10.0 | 8.00 | 0.80 |\n| 30 |  | 10.0 | 9.00 | 0.90 |\n"
+    )
+    grid = [result(f"a/b/m={m},n={n}", 1.0 * m * n, 0) for m in range(1, 22) for n in (1, 2)]
+    said = bench_tables.results_table({"device": "D", "results": [*grid, result("a/b/m=1,n=3", 3.0, 2.0)]}, "a/b")
+    assert "| 1 | 3 | 3.00 | 2.00 | 0.67 |\n\nOurs alone:\n\n| m | n 1 | n 2 |\n| --- | --- | --- |\n| 1 | 1.00 | 2.00 |\n" in said and said.endswith("| 21 | 21.0 | 42.0 |\n")
+
+
+def test_every_call_at_a_glance_was_measured():
+    recorded = json.loads((ROOT / "bench" / "results" / "h200.json").read_text())
+    said = bench_tables.glance_table(recorded)
+    for call in [call for calls in bench_tables.GLANCE.values() for call in calls]:
+        (row,) = [line for line in said.splitlines() if line.startswith(f"| {call} |")]
+        assert len([cell for cell in row.split("|")[2:-1] if cell.strip()]) >= 3, call
+    case = next(r for r in recorded["results"] if r["case"] == "kda/fold/accepted=4,heads=12,requests=1")
+    assert bench_tables.number(case["ours_us"]) + f" ({bench_tables.number(case['peers']['sglang 0.5.23'])}" in said
+
+
 def test_where_sglang_is_faster(tmp_path):
     result = lambda case, us, peers, **more: {"case": case, "ours_us": us, "floor_us": 0, "floor": "", "peers": peers, "date": "2026-01-02", **more}  # noqa: E731
     recorded = {"device": "D", "date": "2026-01-02", "results": [
