@@ -46,37 +46,15 @@ std::vector<KvBuffers> layers(const char* const (&names)[4], const Tensors& host
 
 }  // namespace
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(
-    hisparse_swap_in_followers,
-    [](Opt top_k_tokens, Opt seq_lens, Opt req_pool_indices, Opt num_real_reqs, Opt host_cache_locs, Opt host_cache, Opt device_buffer,
-       Opt host_cache_v, Opt device_buffer_v, Opt slot_tokens, Opt slot_locs, Opt slot_stamps, Opt token_slots, Opt clock, Opt scratch_locs,
-       bool paged, Opt top_k_device_locs, Opt miss_src, Opt miss_dst, Opt miss_count, Opt unique_misses, Opt unique_hits, bool skip_io,
-       std::int64_t sm_budget, ffi::Array<ffi::Tensor> follower_host_cache, ffi::Array<ffi::Tensor> follower_device_buffer,
-       ffi::Array<ffi::Tensor> follower_host_cache_v, ffi::Array<ffi::Tensor> follower_device_buffer_v, std::int64_t s) {
-      guard([&] {
-        SwapInParams p;
-        SPECSTATE_SET(p, top_k_tokens, seq_lens, req_pool_indices, num_real_reqs, host_cache_locs, scratch_locs);
-        SPECSTATE_SET(p, top_k_device_locs, unique_misses, unique_hits);
-        p.buffers = buffers(host_cache, device_buffer, host_cache_v, device_buffer_v);
-        p.state = state(slot_tokens, slot_locs, slot_stamps, token_slots, clock);
-        p.layout = row_layout(paged);
-        p.plan = plan(miss_src, miss_dst, miss_count);
-        p.skip_io = skip_io;
-        p.sm_budget = sm_budget;
-        const std::vector<KvBuffers> followers =
-            layers(kFollowerNames, follower_host_cache, follower_device_buffer, follower_host_cache_v, follower_device_buffer_v);
-        p.followers = followers.data();
-        p.num_followers = static_cast<std::int64_t>(followers.size());
-        swap_in(p, stream(s));
-      });
-    });
-
+/// The lists of followers' buffers: none where no layer follows.
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_swap_in,
                               [](Opt top_k_tokens, Opt seq_lens, Opt req_pool_indices, Opt num_real_reqs, Opt host_cache_locs,
                                  Opt host_cache, Opt device_buffer, Opt host_cache_v, Opt device_buffer_v, Opt slot_tokens, Opt slot_locs,
                                  Opt slot_stamps, Opt token_slots, Opt clock, Opt scratch_locs, bool paged, Opt top_k_device_locs,
                                  Opt miss_src, Opt miss_dst, Opt miss_count, Opt unique_misses, Opt unique_hits, bool skip_io,
-                                 std::int64_t sm_budget, std::int64_t s) {
+                                 std::int64_t sm_budget, ffi::Optional<Tensors> follower_host_cache,
+                                 ffi::Optional<Tensors> follower_device_buffer, ffi::Optional<Tensors> follower_host_cache_v,
+                                 ffi::Optional<Tensors> follower_device_buffer_v, std::int64_t s) {
                                 guard([&] {
                                   SwapInParams p;
                                   SPECSTATE_SET(p, top_k_tokens, seq_lens, req_pool_indices, num_real_reqs, host_cache_locs, scratch_locs);
@@ -87,6 +65,12 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_swap_in,
                                   p.plan = plan(miss_src, miss_dst, miss_count);
                                   p.skip_io = skip_io;
                                   p.sm_budget = sm_budget;
+                                  std::vector<KvBuffers> followers;
+                                  if (follower_host_cache.has_value())
+                                    followers = layers(kFollowerNames, follower_host_cache.value(), follower_device_buffer.value(),
+                                                       follower_host_cache_v.value(), follower_device_buffer_v.value());
+                                  p.followers = followers.data();
+                                  p.num_followers = static_cast<std::int64_t>(followers.size());
                                   swap_in(p, stream(s));
                                 });
                               });

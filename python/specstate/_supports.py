@@ -9,47 +9,14 @@ from typing import Any
 
 from ._library import export, function
 
-# What can be asked about, by module: all that takes arguments which can be refused.
-OPERATIONS = {
-    "accept": ("plan_verify_lengths", "verify_greedy", "verify_rejection"),
-    "draft_kv": (
-        "FusedKVMaterializeHelper",
-        "KvProjection",
-        "fused_norm_rope_stacked",
-        "materialize_into_pool",
-        "materialize_workspace_bytes",
-        "raise_pending_error",
-    ),
-    "hisparse": (
-        "Coordinator",
-        "copy_cache_planned_mla",
-        "load_blocks_to_device_buffer_mha",
-        "load_cache_to_device_buffer_dsv4_mla",
-        "load_cache_to_device_buffer_mla",
-        "load_cache_to_device_buffer_spec_mla",
-        "new_spec_state",
-        "new_swap_state",
-        "replay_plan",
-        "reset_swap_state",
-        "swap_in",
-        "swap_in_single",
-        "transfer_cache_dsv4_mla",
-        "transfer_paged",
-    ),
-    "kda": (
-        "commit_gdn_replayssm_fold_all_layers",
-        "commit_kda_replayssm_spec",
-        "commit_kda_replayssm_spec_all_layers",
-        "cutedsl_fused_sigmoid_gating_kda_update",
-        "decode",
-        "defer_fold",
-        "fold",
-        "fused_kda_decode_mtp_dspark",
-        "fused_sigmoid_gating_delta_rule_update",
-        "rollback_conv_windows",
-        "verify",
-    ),
-}
+
+def _operations(module):
+    """What can be asked about: all of a module that takes arguments which can be refused, so not its tuples of arrays."""
+    names = vars(import_module("." + module, __package__))
+    return tuple(n for n in names["__all__"] if not (isinstance(names[n], type) and issubclass(names[n], tuple)))
+
+
+OPERATIONS = {module: _operations(module) for module in ("accept", "draft_kv", "hisparse", "kda")}
 _MODULE_OF = {name: module for module, names in OPERATIONS.items() for name in names}
 
 

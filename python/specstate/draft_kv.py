@@ -148,66 +148,23 @@ def materialize_into_pool(
 
     V is the float32 projection rounded once to ctx_hidden's dtype, K is rounded so before the norm and after the rotary, then both
     to the pool's dtype. A row's bits never depend on the other rows. Where two rows name one slot, the last one stands.
-    CUDA: slots and positions are checked on the GPU; a row that
-    cannot be written is left out, and the next call (or `raise_pending_error`) raises.
+    CUDA: slots and positions are checked on the GPU; a row that cannot be written is left out, and the next call (or `raise_pending_error`) raises.
     """
-    packed = None
+    arguments = dict(locals(), packed=None, k_pool=_pools("k_pool", k_pool), v_pool=_pools("v_pool", v_pool))
     if isinstance(kv_weight, KvProjection):
         if kv_bias is not None:
             raise refusal(ValueError, "kv_bias: expected none beside a KvProjection, which has its own: either packed or plain weights, got both.")
         if not hasattr(kv_weight, "_packed"):
             raise refusal(ValueError, "kv_weight: expected a KvProjection that was made from weights, got one whose __init__ has not run.")
-        packed, kv_bias, kv_weight = kv_weight._packed, kv_weight._bias, kv_weight._weight
-    _materialize(
-        ctx_hidden,
-        packed,
-        kv_weight,
-        k_norm_weight,
-        eps,
-        cos_sin_cache,
-        positions,
-        slot_mapping,
-        _pools("k_pool", k_pool),
-        _pools("v_pool", v_pool),
-        kv_bias=kv_bias,
-        commit_lens=commit_lens,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        is_neox_style=is_neox_style,
-        round_after_norm=round_after_norm,
-        fc_weight=fc_weight,
-        hidden_norm_weight=hidden_norm_weight,
-        hidden_norm_eps=hidden_norm_eps,
-        workspace=workspace,
-        stream=stream,
-    )
+        arguments.update(packed=kv_weight._packed, kv_bias=kv_weight._bias, kv_weight=kv_weight._weight)
+    _materialize(**arguments)
 
 
 def _materialize(
-    ctx_hidden,
-    packed,
-    kv_weight,
-    k_norm_weight,
-    eps,
-    cos_sin_cache,
-    positions,
-    slot_mapping,
-    k_pool,
-    v_pool,
-    *,
-    kv_bias=None,
-    commit_lens=None,
-    k_scale=None,
-    v_scale=None,
-    is_neox_style=True,
-    round_after_norm=False,
-    fc_weight=None,
-    hidden_norm_weight=None,
-    hidden_norm_eps=1e-6,
-    round_to_weight_dtype=False,
-    workspace=None,
-    stream=None,
-):
+    ctx_hidden, packed, kv_weight, k_norm_weight, eps, cos_sin_cache, positions, slot_mapping, k_pool, v_pool, *, kv_bias=None, commit_lens=None,
+    k_scale=None, v_scale=None, is_neox_style=True, round_after_norm=False, fc_weight=None, hidden_norm_weight=None, hidden_norm_eps=1e-6,
+    round_to_weight_dtype=False, workspace=None, stream=None,
+):  # fmt: skip
     stream = stream_handle(stream, ctx_hidden)
     function("draft_kv_materialize_into_pool")(
         array_in("ctx_hidden", ctx_hidden),
@@ -496,19 +453,7 @@ class FusedKVMaterializeHelper:
             return
         for i, (projection, norm, eps) in enumerate(self._packed):
             k, v = empty_like(ctx_hidden, shape, self._dtype), empty_like(ctx_hidden, shape, self._dtype)
-            _materialize(
-                ctx_hidden,
-                projection,
-                None,
-                norm,
-                eps,
-                table,
-                positions,
-                None,
-                [array_out("k", k)],
-                [array_out("v", v)],
-                round_to_weight_dtype=True,
-            )
+            _materialize(ctx_hidden, projection, None, norm, eps, table, positions, None, [array_out("k", k)], [array_out("v", v)], round_to_weight_dtype=True)
             write_layer_kv(i, k, v)
 
 

@@ -187,15 +187,15 @@ def swap_in(
         out = empty_like(top_k_tokens, shape_of("top_k_tokens", top_k_tokens), "int32")
     paged = _paged(layout)
     layers = (follower_host_cache, follower_device_buffer, follower_host_cache_v, follower_device_buffer_v)
-    followers = None if all(x is None for x in layers) else _layers("swap_in", *layers, before="follower_")
+    followers = layers if all(x is None for x in layers) else _layers("swap_in", *layers, before="follower_")
     try:
-        if followers is None and at_once("hisparse_swap_in", (
+        if followers is layers and at_once("hisparse_swap_in", (
             top_k_tokens, seq_lens, req_pool_indices, num_real_reqs, host_cache_locs, host_cache, device_buffer, host_cache_v, device_buffer_v,
             *group("state", state, SwapState), scratch_locs, paged, out, miss_src, miss_dst, miss_count, unique_misses, unique_hits, skip_io, sm_budget,
-            stream,
+            *followers, stream,
         )):  # fmt: skip
             return out
-        function("hisparse_swap_in" if followers is None else "hisparse_swap_in_followers")(
+        function("hisparse_swap_in")(
             array_in("top_k_tokens", top_k_tokens),
             array_in("seq_lens", seq_lens),
             array_in("req_pool_indices", req_pool_indices),
@@ -216,7 +216,7 @@ def swap_in(
             array_out("unique_hits", unique_hits),
             flag("skip_io", skip_io),
             integer("sm_budget", sm_budget),
-            *(followers or ()),
+            *followers,
             stream_handle(stream, top_k_tokens),
         )
     except ValueError as error:
