@@ -8,7 +8,8 @@
 Runs the binaries build/release/gpu-tests/*_gpu_test and the files tests/gpu/test_*.py (the latter need torch), then each binary again
 under compute-sanitizer's four tools on small shapes (GPU_TEST_SMALL=1), after each tool has found a planted fault. The tests come first, because programs
 take turns on a GPU and one under a tool keeps it for long; with --share they use it at the same time (CUDA's multi-process service), but for
-those that look at the GPU's memory.
+those that look at the GPU's memory. So do the tools, in a service of their own, if each finds its planted fault there too. What the service
+itself has broken runs again without it. The longest come first, by tests/gpu/seconds.json, which a run leaves beside its evidence.
 sglang's own kernel tests, where they lie in tests/gpu/of_sglang/ (they are sglang's, so they are carried and never committed), run against
 our functions (tests/gpu/sglang_in_name.py); what came of each is in the evidence under "sglang" (tools/sglang_table.py writes it into
 docs/compatibility.md). Kernels of sglang that its tests compare with come from an unpacked wheel in `wheel`, if there is one.
@@ -40,10 +41,11 @@ from run_tests import end_with_all, run_one, run_within  # noqa: E402
 
 BUILD = ROOT / "build" / "release"
 EVIDENCE = ROOT / "tests" / "gpu" / "evidence.json"
+SECONDS = EVIDENCE.with_name("seconds.json")
 FAMILIES = ("hisparse", "kda", "draft_kv", "accept", "engine")
 turns = itertools.count()
 TOOLS = ("racecheck", "initcheck", "memcheck", "synccheck")
-PARTS = {"kda_gpu_test": 4, "draft_kv_gpu_test": 3, "hisparse_swap_gpu_test": 3}  # racecheck is slow: so many processes, each with a part of the tests
+PARTS = {"kda_gpu_test": 3, "draft_kv_gpu_test": 3, "gpu_calls.py": 2}  # so many processes, each with a part of the tests; racecheck, the slowest: one a test
 APART = ("engine_gpu_test", "test_memory_gpu", "test_engine_ranks_gpu")  # they look at the memory of the GPU, or kill who uses it
 
 
@@ -83,7 +85,8 @@ def shared(wanted):
         try:
             yield {} if said.returncode else e
         finally:
-            subprocess.run([control], input="quit\n", env=dict(os.environ, **e), capture_output=True, text=True, timeout=60)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                subprocess.run([control], input="quit\n", env=dict(os.environ, **e), capture_output=True, text=True, timeout=10)
 
 
 def visible_gpus():
@@ -144,18 +147,36 @@ def sanitizer():
     return shutil.which("compute-sanitizer") or next((str(p) for p in [pathlib.Path("/usr/local/cuda/bin/compute-sanitizer")] if p.exists()), None)
 
 
-def sanitize(tool, program, part, results, timeout, e):
-    """Errors that the tool reports in a part (i, of n) of the program's tests, None if it gave no verdict; the log; and the seconds."""
-    log = results / (f"{program.name}.{tool}.log" if part == (0, 1) else f"{program.name}.{tool}.{part[0] + 1}.log")
-    command = [sanitizer(), "--tool", tool, "--error-exitcode", "0", "--print-limit", "20", *([] if tool != "memcheck" else ["--leak-check", "no"])]
+def parts_of(tool, program):
+    """[(name, arguments, environment)] of the processes that together are a run of the tool."""
+    n = PARTS.get(program.name, 1)
     if program.suffix == ".py":
-        command += [sys.executable, str(program), "1", "150"]
-    else:
-        command += [str(program)] + ([tool] if program.name == "planted_fault" else ["--gtest_brief=1"])
+        return [(str(i + 1), [str(i + 1), str(150 // n)], {}) for i in range(n)]
+    if tool != "racecheck":
+        return [(str(i + 1), ["--gtest_brief=1"], {"GTEST_SHARD_INDEX": str(i), "GTEST_TOTAL_SHARDS": str(n)}) for i in range(n)]
+    listed = subprocess.run([str(program), "--gtest_list_tests"], capture_output=True, text=True, env=environment(1)).stdout
+    suite, names = "", []
+    for line in listed.splitlines():
+        word = line.split("#")[0].strip()
+        if not line.startswith(" "):
+            suite = word
+        elif word:
+            names.append(suite + word)
+    if not names:
+        sys.exit(f"gpu_test: {program} lists no test: {listed.strip()[:200]}")
+    return [(name, ["--gtest_brief=1", f"--gtest_filter={name}"], {}) for name in names]
+
+
+def sanitize(tool, program, part, results, timeout, e):
+    """Errors that the tool reports in a part of the program's tests, None if it gave no verdict; the log; and the seconds."""
+    name, arguments, variables = part
+    log = results / f"{program.name}.{tool}.{name.replace('/', '-')}.log"
+    command = [sanitizer(), "--tool", tool, "--error-exitcode", "0", "--print-limit", "20", *([] if tool != "memcheck" else ["--leak-check", "no"])]
+    command += [sys.executable, str(program)] if program.suffix == ".py" else [str(program)]
     start = time.monotonic()
     with open(log, "wb") as out:
-        small = dict(e, GPU_TEST_SMALL="1", PYTORCH_NO_CUDA_MEMORY_CACHING="1", GTEST_SHARD_INDEX=str(part[0]), GTEST_TOTAL_SHARDS=str(part[1]))
-        if run_within(timeout, command, stdout=out, stderr=subprocess.STDOUT, env=small) is None:
+        small = dict(e, GPU_TEST_SMALL="1", PYTORCH_NO_CUDA_MEMORY_CACHING="1", **variables)
+        if run_within(timeout, command + arguments, stdout=out, stderr=subprocess.STDOUT, env=small) is None:
             out.write(b"\ngpu_test: ran past its limit\n")
     text = log.read_text(errors="replace")
     found = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", text)
@@ -167,7 +188,7 @@ def pack(folder, wheel):
     """The parts of a checkout that a bare GPU machine needs, at their places."""
     folder.mkdir(parents=True, exist_ok=True)
     ours = [BUILD / "specstate", BUILD / "source_digests.json", *sorted((BUILD / "gpu-tests").glob("*"))]
-    ours += [ROOT / "tools" / n for n in ("gpu_test.py", "gpu_soak.py", "lossless_matrix.py", "run_tests.py", "source_digest.py")] + [p for d in ("gpu", "oracles") for p in sorted((ROOT / "tests" / d).glob("*.py"))]
+    ours += [p for p in [SECONDS] if p.exists()] + [ROOT / "tools" / n for n in ("gpu_test.py", "gpu_soak.py", "lossless_matrix.py", "run_tests.py", "source_digest.py")] + [p for d in ("gpu", "oracles") for p in sorted((ROOT / "tests" / d).glob("*.py"))]
     ours += [p for p in sorted((ROOT / "tests" / "python").glob("*.py")) if not p.name.startswith(("test_", "conftest")) or p.name.startswith(("test_kda", "test_torch", "test_draft_kv_helper"))]
     ours += sorted((ROOT / "tests" / "gpu" / "of_sglang").glob("*.py")) + sorted((ROOT / "bench" / "peers").glob("*.py")) + [ROOT / "tools" / "gpu_bench.py"] + sorted((ROOT / "examples").glob("*.py"))
     ours += [p for p in sorted((ROOT / "python" / "specstate").rglob("*")) if p.is_file() and "__pycache__" not in p.parts and "lib" not in p.parts]
@@ -206,14 +227,17 @@ cp build/release/gpu-test-results/*.log out/
     print(f"{folder}: {size / 2**20:.1f} MiB")
 
 
-def save(path, families):
-    """Into the evidence: a family that was tested again replaces its older self."""
+def known(path):
     try:
-        known = json.loads(path.read_text())
+        return json.loads(path.read_text())
     except (OSError, ValueError):
-        known = {}
+        return {}
+
+
+def save(path, news):
+    """Into the evidence: a family that was tested again replaces its older self. Likewise the seconds of what ran."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**known, **families}, indent=1, sort_keys=True) + "\n")
+    path.write_text(json.dumps({**known(path), **news}, indent=1, sort_keys=True) + "\n")
 
 
 def main():
@@ -222,7 +246,7 @@ def main():
     parser.add_argument("--wheel", type=pathlib.Path, default=ROOT / "wheel", help="the unpacked wheel of sglang 0.5.23, or what --pack has taken of it")
     parser.add_argument("--only", default="", help="files whose name contains one of these, separated by commas; leaves the evidence of other families alone")
     parser.add_argument("--no-sanitizers", action="store_true")
-    parser.add_argument("--share", action="store_true", help="tests use the GPU at the same time, where CUDA's multi-process service starts")
+    parser.add_argument("--share", nargs="?", const="all", default="", choices=("tests", "all"), help="tests, or the tools too, use the GPU at the same time, where CUDA's multi-process service starts")
     parser.add_argument("--jobs", type=int, default=4, help="programs at a time; they take turns on the GPUs")
     parser.add_argument("--timeout", type=int, default=300, help="seconds for one program")
     parser.add_argument("--seconds", type=float, default=86400, help="for all of it: what has not ended by then has no verdict")
@@ -254,22 +278,69 @@ def main():
     theirs = [p for p in sorted((ROOT / "tests" / "gpu" / "of_sglang").glob("test_*.py")) if "sglang" in options.only.split(",") or wanted(p.name)]
     garbled_calls = ROOT / "tests" / "gpu" / "gpu_calls.py"  # of every family: nothing outside an array may be touched
     sanitized = [] if options.no_sanitizers or not programs else [("memcheck", garbled_calls)] + [(tool, p) for tool in TOOLS for p in programs]
-    parts = {run: PARTS.get(run[1].name, 1) if run[0] == "racecheck" else 1 for run in sanitized}
-    sanitized.sort(key=lambda run: -parts[run])  # the longest first
-    planted = []
-    with shared(options.share) as service, concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+    seconds, took = known(SECONDS), {}
 
-        def submit(function, *arguments, e):
-            """With what time is left when its turn comes."""
-            return pool.submit(lambda: function(*arguments, results, max(1, min(options.timeout, end - time.monotonic())), environment(options.jobs) | e))
+    def longest_first(runs, name_of):
+        """What nobody knows yet is long."""
+        return sorted(runs, key=lambda run: -seconds.get(name_of(run), 1e9))
 
-        tests = [submit(run_one, name, command, e=wheel | ({} if name in APART else service)) for name, command in tasks]
-        tables = [submit(run_theirs, path, e=wheel) for path in theirs]
-        if sanitized and sanitizer():
-            planted = [submit(sanitize, tool, BUILD / "gpu-tests" / "planted_fault", (0, 1), e={}) for tool in TOOLS]
-            verdicts = [[submit(sanitize, *run, (i, parts[run]), e={}) for i in range(parts[run])] for run in sanitized]
+    tasks = longest_first(tasks, lambda task: task[0])
+    with contextlib.ExitStack() as stack:
+        service, of_tools, of_planted = (stack.enter_context(shared(wanted)) for wanted in (options.share, *[options.share == "all"] * 2))
+        pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(options.jobs))
 
-        for (name, _), future in zip(tasks, tests):
+        def left():
+            return max(1, min(options.timeout, end - time.monotonic()))
+
+        def in_service(name, run, failed):
+            """run(environment), in the service if it may be; what that has broken (CUDA's errors name it) once more without."""
+            e = environment(options.jobs) | wheel
+            mine = {} if name in APART else service
+            start = time.monotonic()
+            r = run(e | mine)
+            if mine and failed(r) and re.search(r"\bMPS\b", (results / f"{name}.log").read_text(errors="replace")):
+                print(f"gpu_test: {name} was ended by the service, runs again without it")
+                r = run(e)
+            took[name] = round(time.monotonic() - start, 1)
+            return r
+
+        def run_test(name, command):
+            return in_service(name, lambda e: run_one(name, command, results, left(), e), lambda r: r.failed)
+
+        def run_table(path):
+            return in_service(f"sglang-{path.stem}", lambda e: run_theirs(path, results, left(), e), lambda table: any(v.startswith("failed") for v in table.values()))
+
+        def plant(tool, e):
+            return sanitize(tool, BUILD / "gpu-tests" / "planted_fault", ("1", [tool], {}), results, min(60, left()), environment(options.jobs) | e)
+
+        def find_planted():
+            """(the tools' environment, what each found of its planted fault): in the service if all find theirs there."""
+            for e in [of_planted, {}] if of_planted else [{}]:
+                found = [plant(tool, e) for tool in TOOLS]
+                if all(errors for errors, *_ in found):
+                    break
+            return (of_tools if e else {}), found
+
+        def watch(tool, program, part):
+            """A run without a verdict, where the service may be why, is done again without it."""
+            mine, _ = planted.result()
+            for e in [mine, {}] if mine else [{}]:
+                errors, log, s = sanitize(tool, program, part, results, min(90, left()) if e else left(), environment(options.jobs) | e)
+                if errors is not None or left() <= 1:
+                    break
+            took[f"{tool} {program.name} {part[0]}"] = round(s, 1)
+            return errors, log, s
+
+        tests = {name: pool.submit(run_test, name, command) for name, command in tasks}
+        planted = pool.submit(find_planted) if sanitized and sanitizer() else None
+        tables = [pool.submit(run_table, path) for path in longest_first(theirs, lambda path: f"sglang-{path.stem}")]
+        verdicts = {run: [] for run in sanitized}
+        if planted:
+            parts = [(run, part) for run in sanitized for part in parts_of(*run)]
+            for run, part in longest_first(parts, lambda x: f"{x[0][0]} {x[0][1].name} {x[1][0]}"):
+                verdicts[run].append(pool.submit(watch, *run, part))
+
+        for name, future in sorted(tests.items()):
             r = future.result()
             print(f"{'FAILED' if r.failed else 'ok':6} {name:36} {r.passed} passed, {r.failed} failed, {len(r.skips)} skipped  {r.seconds:.1f} s", flush=True)
             for test, message in r.skips:
@@ -281,28 +352,30 @@ def main():
             f["passed"] += r.passed
             f["failed"] += r.failed
             f["skipped"] += len(r.skips)
-        table = {name: result for future in tables for name, result in future.result().items()}
+        table = dict(sorted((name, result) for future in tables for name, result in future.result().items()))
         for name, result in table.items():
             print(f"sglang's {name}: {result}")
         if table:
             families["sglang"] = {"source_digest": digests.get("binding", "unknown"), **gpu, **of_theirs(table)}
         save(options.evidence, families)  # what is known if the sanitizers are cut short
+        save(options.evidence.with_name(SECONDS.name), took)
 
         if sanitized and not planted:
             print("FAILED sanitizers: compute-sanitizer is not on this machine")
             families[family_of(programs[0].name)]["failed"] += 1
         elif sanitized:
-            found = [future.result() for future in planted]
+            mine, found = planted.result()
+            print(f"the tools{' share the GPU' if mine else ' take turns on the GPU'}")
             blind = [tool for tool, (errors, *_) in zip(TOOLS, found) if not errors]
             for tool, (_, log, _) in zip(TOOLS, found):
                 if tool in blind:
                     print(f"FAILED {tool} did not report the planted fault:\n" + log.read_text(errors="replace")[-1500:])
-            for (tool, program), futures in zip(sanitized, verdicts):
+            for (tool, program), futures in verdicts.items():
                 runs = [future.result() for future in futures]
                 errors = None if any(e is None for e, *_ in runs) else sum(e for e, *_ in runs)
                 good = errors == 0 and tool not in blind
                 print(f"{'ok' if good else 'FAILED':6} {tool:10} {program.name:36} {'no verdict' if errors is None else errors} errors  "
-                      f"{', '.join(f'{seconds:.1f}' for *_, seconds in runs)} s", flush=True)
+                      f"{', '.join(f'{s:.1f}' for *_, s in runs)} s", flush=True)
                 for reported, log, _ in runs:
                     if reported != 0:
                         print("\n".join("    " + line for line in log.read_text(errors="replace").splitlines()[-40:]))
@@ -316,6 +389,7 @@ def main():
                 f["sanitizers"][tool] = said if before == "clean" else before if said == "clean" else f"{before}, {said}"
 
     save(options.evidence, families)
+    save(options.evidence.with_name(SECONDS.name), took)
     total = [sum(f[k] for f in families.values()) for k in ("passed", "failed", "skipped")]
     print("%d passed, %d failed, %d skipped" % tuple(total))
     return 1 if total[1] else 0

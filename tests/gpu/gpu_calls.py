@@ -28,12 +28,19 @@ def tensors(arguments):
 
 
 def on_gpu(name):
-    """The call's arguments as torch tensors where a CUDA call has them."""
+    """The call's arguments as torch tensors where a CUDA call has them. Nothing waits: a wait takes a turn of all programs on a GPU."""
     arguments = CALLS[name]()
     for path, x in leaves(arguments):
-        t = torch.from_numpy(np.ascontiguousarray(x))
-        arguments = replace(arguments, path, t.pin_memory() if path[0] in HOST else t.cuda())
+        pinned = torch.from_numpy(np.ascontiguousarray(x)).pin_memory()
+        arguments = replace(arguments, path, pinned if path[0] in HOST else pinned.cuda(non_blocking=True))
     return arguments
+
+
+def results(arguments):
+    """{path: copy in the host's memory} of a call's tensors, with one wait, of the current stream."""
+    copies = {path: x.to("cpu", non_blocking=True) for path, x in tensors(arguments)}
+    torch.cuda.current_stream().synchronize()
+    return {path: x.clone() for path, x in copies.items()}
 
 
 def stepped(rng, x):

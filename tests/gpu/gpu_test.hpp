@@ -341,7 +341,8 @@ using Call = std::function<void(Where, Stream)>;
 
 /// `call` on the CPU, on the GPU, and `replays` times by a captured graph, each time from the arrays' pristine content after `change`
 /// has drawn new inputs (it sets Pairs). All arrays must be equal to the last byte after each.
-inline void on_both(const Call& call, std::initializer_list<Bytes*> arrays, const std::function<void(int)>& change = {}, int replays = 3) {
+inline void on_both(const Call& call, std::initializer_list<Bytes*> arrays, const std::function<void(int)>& change = {},
+                    int replays = small() ? 1 : 3) {
   static const OwnStream stream;
   const auto compare = [&](const char* how, int round) {
     const Seen seen({arrays.begin(), arrays.end()});

@@ -12,7 +12,7 @@ namespace {
 TEST(HisparseSoakGpu, AMillionSteps) {
   SPECSTATE_NEEDS_GPU();
   const char* given = std::getenv("HISPARSE_SOAK_STEPS");
-  const i64 steps = given ? std::atoll(given) : small() ? 6 : 1000000, every = small() ? 3 : 20000;
+  const i64 steps = given ? std::atoll(given) : small() ? 4 : 1000000, every = small() ? 2 : 20000;
   constexpr i64 R = 3, H = 24, P = 4, L = 96, kItem = 48, S = 2, K = 10, kSets = 512;
   Random random(77);
   Pinned host(R * L * kItem);
@@ -48,6 +48,7 @@ TEST(HisparseSoakGpu, AMillionSteps) {
     q.host_cache_locs = host_locs.view(where), q.buffers.host_cache = host.rows(R * L, kItem, where),
     q.buffers.device_buffer = device.view(where);
     q.state = state[where == Where::kDevice], q.top_k_device_locs = out.view(where);
+    if (small()) q.sm_budget = 2;
   }
   for (i64 step = 0; step < steps; ++step) {
     const i64 set = (step * 131 + step / kSets) % kSets;

@@ -1,5 +1,7 @@
 """`specstate generate --device cuda` as a user calls it: lossless after every step, in batches whose requests come and go; beside the CPU engine."""
 
+import concurrent.futures
+import itertools
 import json
 import os
 import pathlib
@@ -24,6 +26,12 @@ def generate(*args, device="cuda", status=0):
     return json.loads(call(*args, "--device", device, "--json", "-", status=status).stdout)
 
 
+def together(*calls, devices=itertools.repeat("cuda")):
+    """The reports of several calls of `generate`, which run at the same time."""
+    with concurrent.futures.ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(lambda arguments, device: generate(*arguments, device=device), calls, devices))
+
+
 def files(prompts):
     return [x for p in prompts for x in ("--prompt-file", p)]
 
@@ -44,39 +52,40 @@ def test_lossless(mode):
 @pytest.mark.parametrize("force", [1, 5])
 def test_forced_acceptance_is_that_of_the_cpu(force):
     arguments = (*files(PROMPTS[:4]), "--mode", "dspark", "--max-new-tokens", 32, "--check-lossless", "--force-accept", force)
-    gpu, cpu = generate(*arguments), generate(*arguments, device="cpu")
+    gpu, cpu = together(arguments, arguments, devices=("cuda", "cpu"))
     assert gpu["lossless"] is True and tokens(gpu) == tokens(cpu)
     assert gpu["accepted_lengths"] == cpu["accepted_lengths"] and gpu["accepted_lengths"][force] >= gpu["steps"] - 4
 
 
 def test_a_request_does_not_depend_on_its_batch():
-    alone = [generate(*files([p]), "--mode", "dspark", "--max-new-tokens", 32, "--deterministic") for p in PROMPTS[:3]]
-    together = generate(*files(PROMPTS[:3]), "--mode", "dspark", "--max-new-tokens", 32, "--deterministic")
-    assert [a["tokens"] for a in alone] == tokens(together)
-    assert [a["requests"][0]["state_digest"] for a in alone] == [r["state_digest"] for r in together["requests"]]
+    calls = [[p] for p in PROMPTS[:3]] + [PROMPTS[:3]]
+    *alone, batch = together(*((*files(prompts), "--mode", "dspark", "--max-new-tokens", 32, "--deterministic") for prompts in calls))
+    assert [a["tokens"] for a in alone] == tokens(batch)
+    assert [a["requests"][0]["state_digest"] for a in alone] == [r["state_digest"] for r in batch["requests"]]
 
 
 @pytest.mark.parametrize("mode", ["plain", "dflash", "dspark"])
 def test_the_tokens_are_those_of_the_cpu(mode):
     """The two round differently (attention, KDA), so a near tie may fall the other way; on these prompts, greedy, none does."""
     arguments = (*files(PROMPTS[:4]), "--mode", mode, "--max-new-tokens", 32, "--deterministic")
-    gpu, cpu = generate(*arguments), generate(*arguments, device="cpu")
+    gpu, cpu = together(arguments, arguments, devices=("cuda", "cpu"))
     assert tokens(gpu) == tokens(cpu)
     assert gpu["draft_kv"] == cpu["draft_kv"] and gpu["kda"]["state_bytes"] == cpu["kda"]["state_bytes"]
 
 
 def test_small_hot_buffers_and_long_prompts_change_nothing():
     prompt = sorted(PROMPTS, key=lambda p: p.stat().st_size)[-3]
-    few, many = (generate(*files([prompt]), "--mode", "dflash", "--max-new-tokens", 32, "--deterministic", "--hot-slots", n, "--chunk", c) for n, c in ((64, 300), (2048, 512)))
+    arguments = (*files([prompt]), "--mode", "dflash", "--max-new-tokens", 32, "--deterministic")
+    few, many = together(*((*arguments, "--hot-slots", n, "--chunk", c) for n, c in ((64, 300), (2048, 512))))
     assert tokens(few) == tokens(many) and few["requests"][0]["state_digest"] == many["requests"][0]["state_digest"]
     assert few["hisparse"]["misses"] > many["hisparse"]["misses"] and few["hisparse"]["hits"] > 0
 
 
 def test_sampled_proposals_and_auto_run():
-    report = generate("--prompt", "In the beginning", "--mode", "dspark", "--proposal", "sampled", "--temperature", 0.7, "--max-new-tokens", 64)
-    assert len(report["tokens"]) == 64 and report["mean_accepted_length"] > 1
-    report = generate("--prompt", "In the beginning", "--max-new-tokens", 120, "--deterministic")
-    plain = generate("--prompt", "In the beginning", "--max-new-tokens", 120, "--mode", "plain", "--deterministic")
+    prompt = ("--prompt", "In the beginning", "--max-new-tokens")
+    sampled, report, plain = together((*prompt, 64, "--mode", "dspark", "--proposal", "sampled", "--temperature", 0.7),
+                                      (*prompt, 120, "--deterministic"), (*prompt, 120, "--mode", "plain", "--deterministic"))  # fmt: skip
+    assert len(sampled["tokens"]) == 64 and sampled["mean_accepted_length"] > 1
     assert plain["gpu"]["products"] == "row-invariant"
     assert report["tokens"] == plain["tokens"] and report["note"].startswith("auto: ")
 
@@ -84,8 +93,8 @@ def test_sampled_proposals_and_auto_run():
 def test_more_prompts_than_places():
     """Three requests at once; the others wait for a place, which is then a used one."""
     prompts = [x for i in range(8) for x in ("--prompt", f"Verse {i}: ")]
-    report = generate(*prompts, "--mode", "dflash", "--max-new-tokens", 12, "--deterministic", "--max-batch", 3)
-    at_once = generate(*prompts, "--mode", "dflash", "--max-new-tokens", 12, "--deterministic")
+    arguments = (*prompts, "--mode", "dflash", "--max-new-tokens", 12, "--deterministic")
+    report, at_once = together((*arguments, "--max-batch", 3), arguments)
     assert tokens(report) == tokens(at_once) and [r["state_digest"] for r in report["requests"]] == [r["state_digest"] for r in at_once["requests"]]
 
 
