@@ -11,6 +11,7 @@ since (its `source_digest` is not today's), and behind the date where that is so
 """
 
 import argparse
+import collections
 import json
 import pathlib
 import re
@@ -43,7 +44,13 @@ def older(recorded):
 
 def age_line(path):
     recorded = json.loads(path.read_text())
-    return f"bench: {path.stem}: {len(older(recorded))} of {len(recorded['results'])} recorded rows are of older sources than these"
+    rows, old = recorded["results"], older(recorded)
+    if not old:
+        return f"bench: {path.stem}: all {len(rows)} recorded rows are of these sources"
+    families = collections.Counter(r["case"].split("/")[0] for r in rows)
+    by_family = collections.Counter(case.split("/")[0] for case in old)
+    return (f"bench: {path.stem}: {len(old)} of {len(rows)} recorded rows are of OLDER sources than these: "
+            + ", ".join(f"{f} {n} of {families[f]}" for f, n in sorted(by_family.items())))
 
 
 def sort_key(keys):

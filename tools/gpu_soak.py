@@ -2,7 +2,7 @@
 """Generates on the GPU without a pause for so many seconds, requests coming and going, and records how the memory of both sides grows:
 `tools/gpu_soak.py --seconds 3600 [--record]`. The generating is engine_gpu_test's MemoryDoesNotGrow; its own limits hold.
 
-tests/evidence/engine_soak.json keeps the last record; `--docs [--check]` writes its line into docs/testing.md, or says whether it is there.
+tests/evidence/engine_soak.json keeps the last record; tools/gpu_evidence.py writes its line into docs/testing.md.
 """
 
 import argparse
@@ -10,7 +10,6 @@ import datetime
 import json
 import os
 import pathlib
-import re
 import subprocess
 import sys
 import tempfile
@@ -19,8 +18,6 @@ from lossless_matrix import built_digest, gpu_name
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 EVIDENCE = ROOT / "tests" / "evidence" / "engine_soak.json"
-DOCS = ROOT / "docs" / "testing.md"
-BEGIN, END = "<!-- soak -->", "<!-- end of soak -->"
 
 
 def measure(seconds):
@@ -48,18 +45,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--record", nargs="?", const=str(EVIDENCE), help=f"write {EVIDENCE.relative_to(ROOT)}, or the named file")
-    parser.add_argument("--docs", action="store_true")
-    parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
-    if options.check and not options.docs:
-        parser.error("--check goes with --docs")
-    if options.docs:
-        before = DOCS.read_text()
-        after = re.sub(f"{BEGIN}\n.*?{END}", lambda _: f"{BEGIN}\n{line(json.loads(EVIDENCE.read_text()))}\n{END}", before, flags=re.S)
-        if options.check:
-            return f"{DOCS.relative_to(ROOT)} does not say what {EVIDENCE.relative_to(ROOT)} says: run tools/gpu_soak.py --docs" if before != after else 0
-        DOCS.write_text(after)
-        return 0
     evidence = {"device": gpu_name(), "date": datetime.date.today().isoformat(), "source_digest": built_digest(), **measure(options.seconds)}
     print(line(evidence))
     if options.record:

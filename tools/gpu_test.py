@@ -132,7 +132,8 @@ def read_theirs(stem, report):
 def of_theirs(table):
     """The evidence of a table; what is not applicable counts as skipped."""
     count = {k: sum(v.startswith(begin) for v in table.values()) for k, begin in (("passed", "passed"), ("failed", "failed"), ("skipped", "not applicable"))}
-    return {"date": datetime.date.today().isoformat(), "sanitizers": {}, "tests": table, **count}
+    bad = [f"{name}: {v}" for name, v in table.items() if v.startswith("failed")]
+    return {"date": datetime.date.today().isoformat(), "sanitizers": {}, "tests": table, "not_passed": bad, "skips": {"not applicable": count["skipped"]}, **count}
 
 
 def describe_gpu():
@@ -348,10 +349,14 @@ def main():
             if r.failed:
                 print("\n".join("    " + line for line in r.log.read_text(errors="replace").splitlines()[-60:]), flush=True)
             f = families.setdefault(family_of(name), {"source_digest": digests.get(family_of(name), "unknown"), **gpu,
-                                                     "date": datetime.date.today().isoformat(), "passed": 0, "failed": 0, "skipped": 0, "sanitizers": {}})
+                                                     "date": datetime.date.today().isoformat(), "passed": 0, "failed": 0, "skipped": 0, "sanitizers": {}, "not_passed": [], "skips": {}})
             f["passed"] += r.passed
             f["failed"] += r.failed
             f["skipped"] += len(r.skips)
+            f["not_passed"] += r.failures
+            for _, message in r.skips:
+                code = message.strip().partition(":")[0]
+                f["skips"][code] = f["skips"].get(code, 0) + 1
         table = dict(sorted((name, result) for future in tables for name, result in future.result().items()))
         for name, result in table.items():
             print(f"sglang's {name}: {result}")
@@ -384,9 +389,11 @@ def main():
                     continue
                 f["failed"] += not good
                 f["passed"] += good
-                said = "blind" if tool in blind else "no verdict" if errors is None else f"{errors} errors in {program.name}" if errors else "clean"
+                said = "clean" if good else f"{'blind' if tool in blind else 'no verdict' if errors is None else f'{errors} errors'} in {program.name}"
                 before = f["sanitizers"].get(tool, "clean")
                 f["sanitizers"][tool] = said if before == "clean" else before if said == "clean" else f"{before}, {said}"
+                if not good:
+                    f["not_passed"].append(f"{tool}: {said}")
 
     save(options.evidence, families)
     save(options.evidence.with_name(SECONDS.name), took)

@@ -2,8 +2,8 @@
 """Runs every test of this machine and sums over all runners; the last line is `N passed, N failed, N skipped`.
 
 C++ tests are the GoogleTest binaries BUILD/tests/*_test, Python tests the files tests/python/test_*.py (the lint rules are among
-them). CUDA tests (BUILD/gpu-tests/*_gpu_test, tests/gpu/test_*.py) run where a GPU is; where none is, a line says what is recorded of
-them in tests/gpu/evidence.json, and whether it is of these sources. Each runs in its own process, one a core, and leaves a JUnit report and a log in BUILD/test-results. A crash, a
+them). CUDA tests (BUILD/gpu-tests/*_gpu_test, tests/gpu/test_*.py) run where a GPU is; where none is, the last lines say what is recorded of
+them, and what of it is of these sources (tools/gpu_evidence.py). Each runs in its own process, one a core, and leaves a JUnit report and a log in BUILD/test-results. A crash, a
 time-out and a binary without a test count as failures. A skip must start with a reason code of SKIP_LIMITS, and stay within its limit:
 a test that silently stopped running is a failure too.
 """
@@ -23,7 +23,6 @@ import time
 import xml.etree.ElementTree as ET
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-from source_digest import digest  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -47,14 +46,18 @@ SKIP_LIMITS = {
 class Result:
     def __init__(self, name):
         self.name, self.passed, self.failed, self.skips, self.seconds, self.log = name, 0, 0, [], 0.0, None
+        self.failures = []  # what failed, each with why
 
 
 def read_junit(path, result):
     """Adds the test cases of a JUnit file (GoogleTest and pytest both write it)."""
     for case in ET.parse(path).getroot().iter("testcase"):
         skipped = case.find("skipped")
-        if case.find("failure") is not None or case.find("error") is not None:
+        bad = case.find("failure") if case.find("failure") is not None else case.find("error")
+        if bad is not None:
             result.failed += 1
+            why = (bad.get("message") or bad.text or "").strip().splitlines()
+            result.failures.append(f"{case.get('classname', '')}.{case.get('name', '')}" + (f": {why[0][:160]}" if why else ""))
         elif skipped is not None:
             message = skipped.get("message") or skipped.text or ""
             if message == "collection skipped":  # a whole pytest file
@@ -121,6 +124,7 @@ def run_one(name, command, results, timeout, environment):
         result.failed += 1
         note = "ran no test"
     if note:
+        result.failures.append(f"{name}: {note}")
         with open(result.log, "a", encoding="utf-8") as log:
             log.write(f"\nrun_tests: {name} {note}\n")
     return result
@@ -145,22 +149,6 @@ def gpu_here():
         return ctypes.CDLL("libcuda.so.1").cuInit(0) == 0
     except OSError:
         return False
-
-
-def gpu_evidence(root=ROOT):
-    """What is known of the CUDA tests where they cannot run, a line a family. Old evidence is no failure, but it is said."""
-    try:
-        evidence = json.loads((root / "tests" / "gpu" / "evidence.json").read_text())
-    except (OSError, ValueError):
-        return ["gpu: not run here (no GPU), and nothing is recorded; run `make gpu-test` on a machine that has one"]
-    lines = []
-    for family, e in sorted(evidence.items()):
-        state = "of these sources" if e["source_digest"] == digest("binding" if family == "sglang" else family, root) else "of OLDER sources"
-        bad = sorted(f"{tool}: {found}" for tool, found in e["sanitizers"].items() if found != "clean")
-        sanitizers = "; ".join(bad) if bad else f"{len(e['sanitizers'])} sanitizers clean" if e["sanitizers"] else "no sanitizer run"
-        lines.append(f"gpu: not run here; recorded {e['date']} on {e['device']}, {state}: {family}: {e['passed']} passed, {e['failed']} failed, "
-                     f"{e['skipped']} skipped, {sanitizers}")
-    return lines
 
 
 def bench_ages(root=ROOT):
@@ -243,7 +231,9 @@ def main():
         print(f"{runner}: {sum(r.passed for r in mine)} passed, {sum(r.failed for r in mine)} failed, "
               f"{sum(len(r.skips) for r in mine)} skipped in {sum(r.seconds for r in mine):.0f} s of {len(mine)} processes")
     if args.only is None and "gpu" not in runners:
-        print("\n".join(gpu_evidence()))
+        from gpu_evidence import said
+
+        print("\n".join(said()))
     if args.only is None:
         print("\n".join(bench_ages()))
     passed, failed = sum(r.passed for r in results), sum(r.failed for r in results) + len(problems)

@@ -178,7 +178,7 @@ def test_rows_of_older_sources_are_marked_and_listed(tmp_path, monkeypatch, caps
     (tmp_path / "docs" / "compatibility.md").write_text("")
     (tmp_path / "docs" / "performance.md").write_text(bench_tables.undated(page))  # written when all was new: not false
     assert bench_tables.main(["--check"]) == 0
-    assert capsys.readouterr().out == "bench: cpu: 2 of 4 recorded rows are of older sources than these\n  a/b/n=2\n  a/d/n=1\n"
+    assert capsys.readouterr().out == "bench: cpu: 2 of 4 recorded rows are of OLDER sources than these: a 2 of 3\n  a/b/n=2\n  a/d/n=1\n"
     (tmp_path / "docs" / "performance.md").write_text(page.replace("2.00", "1.00"))
     assert bench_tables.main(["--check"]) == 1 and "run tools/bench_tables.py" in capsys.readouterr().err
 

@@ -14,6 +14,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 spec = importlib.util.spec_from_file_location("run_tests", ROOT / "tools" / "run_tests.py")
 run_tests = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(run_tests)
+import gpu_evidence  # noqa: E402  (beside it)
 
 
 def report(*cases):
@@ -30,10 +31,12 @@ def result_of(tmp_path, text, status=0, timeout=60):
 def test_the_age_of_the_recorded_benchmarks_is_said(tmp_path):
     folder = tmp_path / "bench" / "results"
     folder.mkdir(parents=True)
-    now = run_tests.digest("kda")
+    now = gpu_evidence.digest("kda")
     rows = [{"case": f"kda/fold/n={i}", "source_digest": digest} for i, digest in enumerate([now, now, "0" * 16])]
     (folder / "h200.json").write_text(json.dumps({"results": rows}))
-    assert run_tests.bench_ages(tmp_path) == ["bench: h200: 1 of 3 recorded rows are of older sources than these"]
+    assert run_tests.bench_ages(tmp_path) == ["bench: h200: 1 of 3 recorded rows are of OLDER sources than these: kda 1 of 3"]
+    (folder / "h200.json").write_text(json.dumps({"results": rows[:2]}))
+    assert run_tests.bench_ages(tmp_path) == ["bench: h200: all 2 recorded rows are of these sources"]
 
 
 GOOGLETEST_SKIP = '<skipped message="/src/tests/cpp/kda_test.cpp:208&#x0A;needs-isa: AVX2"><![CDATA[..]]></skipped>'
@@ -64,19 +67,29 @@ def test_a_crash_no_test_and_a_broken_report_are_failures(tmp_path, text, status
 
 
 def test_what_is_said_of_gpu_tests_where_there_is_no_gpu(tmp_path):
-    assert "nothing is recorded" in run_tests.gpu_evidence(tmp_path)[0]
+    assert "nothing is recorded" in gpu_evidence.said(tmp_path)[0]
     for folder in ("cmake", "src/kda", "src/accept", "tests/gpu"):
         (tmp_path / folder).mkdir(parents=True)
     for file in ("cmake/flags.cmake", "src/kda/cuda.cu", "src/accept/cuda.cu"):
         (tmp_path / file).write_text("one\n")
     entry = {"device": "NVIDIA H200", "driver": "580", "date": "2026-11-30", "passed": 4, "failed": 0, "skipped": 1}
     (tmp_path / "tests/gpu/evidence.json").write_text(json.dumps({
-        "kda": {**entry, "source_digest": run_tests.digest("kda", tmp_path), "sanitizers": {"memcheck": "clean", "racecheck": "2 errors"}},
-        "accept": {**entry, "source_digest": run_tests.digest("accept", tmp_path), "sanitizers": {"memcheck": "clean"}}}))  # fmt: skip
+        "kda": {**entry, "source_digest": gpu_evidence.digest("kda", tmp_path), "sanitizers": {"memcheck": "clean", "racecheck": "2 errors"}},
+        "accept": {**entry, "source_digest": gpu_evidence.digest("accept", tmp_path), "sanitizers": {"memcheck": "clean"}}}))  # fmt: skip
     (tmp_path / "src/kda/cuda.cu").write_text("two\n")
-    accept, kda = run_tests.gpu_evidence(tmp_path)
-    assert accept.endswith("of these sources: accept: 4 passed, 0 failed, 1 skipped, 1 sanitizers clean")
-    assert kda.endswith("of OLDER sources: kda: 4 passed, 0 failed, 1 skipped, racecheck: 2 errors")
+    _, accept, kda, last = gpu_evidence.said(tmp_path)
+    assert accept.split(None, 1)[1] == "accept          of these sources, 2026-11-30, NVIDIA H200: 4 passed, 0 failed, 1 skipped; 1 tool clean"
+    assert kda.split(None, 1)[1] == "kda             of OLDER sources, 2026-11-30, NVIDIA H200: 4 passed, 0 failed, 1 skipped; racecheck: 2 errors"
+    assert last == "gpu: evidence of these sources: accept; of OLDER sources: kda"
+
+
+def test_the_page_says_what_is_recorded_of_a_gpu():
+    page = (ROOT / "docs" / "testing.md").read_text()
+    assert gpu_evidence.placed(page, gpu_evidence.render()) == page, "run tools/gpu_evidence.py"
+    evidence, matrix, soak = gpu_evidence.read(ROOT)
+    assert matrix["source_digest"] in page and soak["source_digest"] in page and all(e["source_digest"] in page for e in evidence.values())
+    for name in {x.partition(":")[0] for e in evidence.values() for x in e.get("not_passed", [])}:
+        assert name in page
 
 
 def test_a_time_out_is_a_failure(tmp_path):
