@@ -19,8 +19,6 @@ using core::Sym;
 
 namespace {
 
-constexpr std::int64_t kTaps = 4, kWindow = 3;
-
 Array array(const TensorView& t) {
   Array a;
   if (!t.given()) return a;
@@ -116,8 +114,8 @@ class TrackApart {
     if (tracks_.empty()) return;
     std::sort(slots_.begin(), slots_.end());
     for (const auto& [slot, at] : tracks_)
-      check_.require(!std::binary_search(slots_.begin(), slots_.end(), slot), name_, "slots that are no request's of the call",
-                     std::to_string(slot) + " at " + std::to_string(at));
+      if (std::binary_search(slots_.begin(), slots_.end(), slot))
+        check_.fail(name_, "slots that are no request's of the call", std::to_string(slot) + " at " + std::to_string(at));
   }
 
  private:
@@ -166,9 +164,9 @@ struct StepCheck {
                         {"cs_q", p.cs_q.given()},
                         {"cs_k", p.cs_k.given()},
                         {"cs_v", p.cs_v.given()}});
-    check.arg("w_q", p.w_q).dtype(DType::kFloat32).shape({H * K, kTaps}).same_device();
-    check.arg("w_k", p.w_k).dtype(DType::kFloat32).shape({H * K, kTaps}).same_device();
-    check.arg("w_v", p.w_v).dtype(DType::kFloat32).shape({HV * V, kTaps}).same_device();
+    check.arg("w_q", p.w_q).dtype(DType::kFloat32).shape({H * K, kWindow + 1}).same_device();
+    check.arg("w_k", p.w_k).dtype(DType::kFloat32).shape({H * K, kWindow + 1}).same_device();
+    check.arg("w_v", p.w_v).dtype(DType::kFloat32).shape({HV * V, kWindow + 1}).same_device();
 
     check.arg("g", g).required().dtype(floats).same_device();
     a.scalar_gate = g.ndim == 2 && g.sizes[1] == HV;
@@ -198,8 +196,8 @@ struct StepCheck {
     check_index(check, "slots", p.slots, N);
     check.arg("cu_seqlens", p.cu_seqlens).dtype({DType::kInt32, DType::kInt64}).shape({N + 1}).same_device();
     if (!p.cu_seqlens.given())
-      check.require(N == 0 ? T == 0 : T % N == 0, "slots",
-                    "a number that divides T=" + std::to_string(T) + " where cu_seqlens is not given", std::to_string(N));
+      if (N == 0 ? T != 0 : T % N != 0)
+        check.fail("slots", "a number that divides T=" + std::to_string(T) + " where cu_seqlens is not given", std::to_string(N));
 
     all_or_none(check,
                 {{"onorm_gate", p.onorm_gate.given()}, {"onorm_weight", p.onorm_weight.given()}, {"onorm_eps", p.onorm_eps.has_value()}});
@@ -238,16 +236,17 @@ struct StepCheck {
   /// Slots and lengths; `longest` is the most tokens that a request may have.
   void requests() {
     a.tokens_end = p.cu_seqlens.given() ? load_index(p.cu_seqlens, 0) : 0;
-    check.require(a.tokens_end == 0, "cu_seqlens", "0 as its first entry", std::to_string(a.tokens_end));
+    if (a.tokens_end != 0) check.fail("cu_seqlens", "0 as its first entry", std::to_string(a.tokens_end));
     a.requests.reserve(static_cast<std::size_t>(N.value()));
     for (std::int64_t r = 0; r < N; ++r) {
       const std::int64_t slot = load_index(p.slots, r);
-      check.require(slot <= p.null_slot || (slot >= 0 && slot < pool), "slots",
-                    "slots below pool=" + std::to_string(pool) + ", or <= " + std::to_string(p.null_slot) + " for padding",
-                    std::to_string(slot) + " at " + std::to_string(r));
+      if (slot > p.null_slot && (slot < 0 || slot >= pool))
+        check.fail("slots", "slots below pool=" + std::to_string(pool) + ", or <= " + std::to_string(p.null_slot) + " for padding",
+                   std::to_string(slot) + " at " + std::to_string(r));
       const std::int64_t end = p.cu_seqlens.given() ? load_index(p.cu_seqlens, r + 1) : a.tokens_end + T / N;
-      check.require(end >= a.tokens_end && end <= T, "cu_seqlens", "entries that never decrease and stay within T=" + std::to_string(T),
-                    std::to_string(end) + " at " + std::to_string(r + 1));
+      if (end < a.tokens_end || end > T)
+        check.fail("cu_seqlens", "entries that never decrease and stay within T=" + std::to_string(T),
+                   std::to_string(end) + " at " + std::to_string(r + 1));
       a.requests.push_back({slot <= p.null_slot ? -1 : slot, -1, a.tokens_end, end - a.tokens_end});
       a.tokens_end = end;
     }
@@ -299,8 +298,9 @@ void check_recorded(const Checker& check, const FoldCall& a, const FoldRequest& 
     bool blank = true;
     for (std::int64_t h = 0; h < a.HV; ++h) {
       const float beta = load(a.ring_beta, at(a.ring_beta, r.layer, r.slot, h, t));
-      check.require(!std::isnan(beta), "rings.beta", "recorded values for the accepted tokens (verify in ring mode comes first)",
-                    "nan in slot " + std::to_string(r.slot) + ", entry " + std::to_string(t));
+      if (std::isnan(beta))
+        check.fail("rings.beta", "recorded values for the accepted tokens (verify in ring mode comes first)",
+                   "nan in slot " + std::to_string(r.slot) + ", entry " + std::to_string(t));
       blank = blank && beta == 0;
     }
     for (std::int64_t h = 0; h < a.HV && blank; ++h)
@@ -308,8 +308,9 @@ void check_recorded(const Checker& check, const FoldCall& a, const FoldRequest& 
         blank = core::bits_of(load(a.ring_g, at(a.ring_g, r.layer, r.slot, h, t, d))) == 0;
     for (std::int64_t h = 0; h < a.H && blank; ++h)
       for (std::int64_t d = 0; d < a.K && blank; ++d) blank = load(a.rawk, at(a.rawk, r.layer, r.slot, h, t, d)) == 0;
-    check.require(!blank, "rings.beta", "recorded values for the accepted tokens (verify in ring mode comes first)",
-                  "only zeros in slot " + std::to_string(r.slot) + ", entry " + std::to_string(t));
+    if (blank)
+      check.fail("rings.beta", "recorded values for the accepted tokens (verify in ring mode comes first)",
+                 "only zeros in slot " + std::to_string(r.slot) + ", entry " + std::to_string(t));
   }
 }
 
@@ -324,8 +325,8 @@ Array one_layer(const Array& a) {
 /// Waiting tokens of a slot, within the ring.
 std::int64_t load_pending(const Checker& check, const FoldCall& a, std::int64_t layer, std::int64_t slot) {
   const std::int64_t n = at(a.pending, layer, slot);
-  check.require(n >= 0 && n <= a.L, "pending", "counts from 0 to L=" + std::to_string(a.L),
-                std::to_string(n) + " for slot " + std::to_string(slot));
+  if (n < 0 || n > a.L)
+    check.fail("pending", "counts from 0 to L=" + std::to_string(a.L), std::to_string(n) + " for slot " + std::to_string(slot));
   return n;
 }
 
@@ -408,8 +409,8 @@ VerifyArgs check(const VerifyParams& p, const char* op) {
       q.row = p.rows.given() ? load_index(p.rows, static_cast<std::int64_t>(i)) : static_cast<std::int64_t>(i);
       const bool none = p.null_from_zero && q.row < 0;
       if (none) q.row = -1;
-      check.require(none || (q.row >= 0 && q.row < rows), "rows", "rows below " + std::to_string(rows),
-                    std::to_string(q.row) + " at " + std::to_string(i));
+      if (!none && (q.row < 0 || q.row >= rows))
+        check.fail("rows", "rows below " + std::to_string(rows), std::to_string(q.row) + " at " + std::to_string(i));
       if (q.tokens > 0 && !none) rows_once.add(q.row);
     }
     if (q.tokens == 0 || q.slot < 0) continue;
@@ -427,16 +428,17 @@ VerifyArgs check(const VerifyParams& p, const char* op) {
   for (const auto& [name, t] : {std::pair{"conv_q", &p.conv_q}, {"conv_k", &p.conv_k}, {"conv_v", &p.conv_v}})
     if (t->given()) check.require(t->sizes[1] >= longest, name, needed, std::to_string(t->sizes[1]));
   if (p.parents.given()) {
-    check.require(p.parents.sizes[1] >= longest, "parents",
-                  "at least " + std::to_string(longest) + " columns, the tokens of the longest request",
-                  std::to_string(p.parents.sizes[1]));
+    if (p.parents.sizes[1] < longest)
+      check.fail("parents", "at least " + std::to_string(longest) + " columns, the tokens of the longest request",
+                 std::to_string(p.parents.sizes[1]));
     a.parents_of.assign(static_cast<std::size_t>(a.T), -1);
     for (std::size_t i = 0; i < a.requests.size(); ++i)
       for (std::int64_t t = 0; t < a.requests[i].tokens; ++t) {
         const std::int64_t parent = load_index(p.parents[static_cast<std::int64_t>(i)], t);
         if (a.requests[i].slot < 0 && !p.null_from_zero) continue;  // padding: may hold anything
-        check.require(parent < t || t == 0, "parents", "a parent before its child",
-                      std::to_string(parent) + " for token " + std::to_string(t) + " of request " + std::to_string(i));
+        if (parent >= t && t > 0)
+          check.fail("parents", "a parent before its child",
+                     std::to_string(parent) + " for token " + std::to_string(t) + " of request " + std::to_string(i));
         a.parents_of[static_cast<std::size_t>(a.requests[i].begin + t)] =
             static_cast<std::int32_t>(t == 0 ? -1 : std::max<std::int64_t>(parent, -1));
       }
@@ -495,14 +497,14 @@ FoldArgs check(const FoldParams& p, const char* op) {
   check_state(check, "state", p.state, has_layers ? 1 : 0);
   check.arg("state", p.state).written();
   if (has_layers)
-    check.require(layers <= 1 || p.state.strides[0] % 4 == 0, "state", "a layer pitch that is a multiple of 4 elements",
-                  "stride " + std::to_string(p.state.strides[0]));
+    if (layers > 1 && p.state.strides[0] % 4 != 0)
+      check.fail("state", "a layer pitch that is a multiple of 4 elements", "stride " + std::to_string(p.state.strides[0]));
   check.arg("rings.rawv", p.rings.rawv).required().dtype({DType::kBFloat16, DType::kFloat32});
   a.scalar_gate = p.rings.g.given() && p.rings.g.ndim == (has_layers ? 4 : 3);
   check_rings(check, p.rings, p.rings.rawv.dtype, a.scalar_gate, has_layers ? 1 : 0, layers, slots, HV, H, L, V, K, false);
-  check.require(HV >= 1, "state", "at least one head", "shape " + shape_text(p.state));
-  check.require(H >= 1 && HV % H == 0, "rings.rawk", "a number of heads that divides HV=" + std::to_string(HV), std::to_string(H));
-  check.require(slots >= pool, "rings.rawv", "at least pool=" + std::to_string(pool) + " slots", std::to_string(slots));
+  if (HV < 1) check.fail("state", "at least one head", "shape " + shape_text(p.state));
+  if (H < 1 || HV % H != 0) check.fail("rings.rawk", "a number of heads that divides HV=" + std::to_string(HV), std::to_string(H));
+  if (slots < pool) check.fail("rings.rawv", "at least pool=" + std::to_string(pool) + " slots", std::to_string(slots));
   check_index(check, "slots", p.slots, N);
   check.arg("pending", p.pending).dtype(DType::kInt32).same_device();
   if (!p.pending.given())
@@ -535,13 +537,13 @@ FoldArgs check(const FoldParams& p, const char* op) {
   const std::string range = "slots below pool=" + std::to_string(pool) + ", or <= " + std::to_string(p.null_slot) + " to skip";
   for (std::int64_t i = 0; i < N; ++i) {
     const std::int64_t slot = load_index(p.slots, i);
-    check.require(slot <= p.null_slot || (slot >= 0 && slot < pool), "slots", range, std::to_string(slot) + " at " + std::to_string(i));
+    if (slot > p.null_slot && (slot < 0 || slot >= pool)) check.fail("slots", range, std::to_string(slot) + " at " + std::to_string(i));
     const bool padding = slot <= p.null_slot;
     std::int64_t accept = 0;
     if (!a.pending) {
       accept = load_index(p.accept, i);
-      check.require(padding || accept <= L, "accept", "at most L=" + std::to_string(L) + " tokens",
-                    std::to_string(accept) + " at " + std::to_string(i));
+      if (!padding && accept > L)
+        check.fail("accept", "at most L=" + std::to_string(L) + " tokens", std::to_string(accept) + " at " + std::to_string(i));
     }
     if (padding) continue;
     apart.request(slot);
@@ -552,8 +554,8 @@ FoldArgs check(const FoldParams& p, const char* op) {
       writes = true;
       if (p.track.given()) {
         const std::int64_t track = load_index(p.track, i), at_step = load_index(p.track_step, i);
-        check.require(track <= p.null_slot || (track >= 0 && track < pool), "track", range,
-                      std::to_string(track) + " at " + std::to_string(i));
+        if (track > p.null_slot && (track < 0 || track >= pool))
+          check.fail("track", range, std::to_string(track) + " at " + std::to_string(i));
         if (track > p.null_slot && at_step >= 0 && at_step < r.tokens) {
           r.track = track, r.track_step = at_step;
           if (!tracks) once.add(track), apart.track(track, i);
@@ -591,14 +593,15 @@ DeferArgs check(const DeferFoldParams& p) {
   for (std::int64_t i = 0; i < N; ++i) {
     const std::int64_t slot = load_index(p.slots, i), accept = load_index(p.accept, i);
     if (slot <= p.null_slot || accept <= 0) continue;
-    check.require(slot >= 0 && slot < a.slot_count, "slots",
-                  "slots below " + std::to_string(a.slot_count) + ", or <= " + std::to_string(p.null_slot) + " for padding",
-                  std::to_string(slot) + " at " + std::to_string(i));
-    check.require(accept <= std::numeric_limits<std::int32_t>::max(), "accept", "an int32",
-                  std::to_string(accept) + " at " + std::to_string(i));
+    if (slot < 0 || slot >= a.slot_count)
+      check.fail("slots", "slots below " + std::to_string(a.slot_count) + ", or <= " + std::to_string(p.null_slot) + " for padding",
+                 std::to_string(slot) + " at " + std::to_string(i));
+    if (accept > std::numeric_limits<std::int32_t>::max())
+      check.fail("accept", "an int32", std::to_string(accept) + " at " + std::to_string(i));
     for (std::int64_t layer = 0; layer < a.layers; ++layer)
-      check.require(at(a.pending, layer, slot) == 0, "pending", "0 for the slots of the call (a verify or a fold takes in what waits)",
-                    std::to_string(at(a.pending, layer, slot)) + " for slot " + std::to_string(slot));
+      if (at(a.pending, layer, slot) != 0)
+        check.fail("pending", "0 for the slots of the call (a verify or a fold takes in what waits)",
+                   std::to_string(at(a.pending, layer, slot)) + " for slot " + std::to_string(slot));
     once.add(slot);
     a.requests.push_back({slot, accept});
   }
@@ -614,12 +617,14 @@ void read_rollback(const Checker& check, const RollbackConvWindowsParams& p, Rol
   const auto add = [&](const char* slot_name, const char* step_name, std::int64_t n, std::int64_t slot, std::int64_t step) {
     if (slot < 0 || step < 0) return false;
     const std::int64_t row = p.rows.given() ? load_index(p.rows, n) : n;
-    check.require(slot < a.slot_count, slot_name, "slots below pool=" + std::to_string(a.slot_count) + ", or < 0 to skip",
-                  std::to_string(slot) + " at " + std::to_string(n));
-    check.require(step < a.steps, step_name, "steps below " + std::to_string(a.steps) + ", or < 0 to skip",
-                  std::to_string(step) + " at " + std::to_string(n));
-    check.require(row >= 0 && row < a.row_count, "rows", "rows below " + std::to_string(a.row_count),
-                  std::to_string(row) + " at " + std::to_string(n));
+    if (slot >= a.slot_count)
+      check.fail(slot_name, "slots below pool=" + std::to_string(a.slot_count) + ", or < 0 to skip",
+                 std::to_string(slot) + " at " + std::to_string(n));
+    if (step >= a.steps)
+      check.fail(step_name, "steps below " + std::to_string(a.steps) + ", or < 0 to skip",
+                 std::to_string(step) + " at " + std::to_string(n));
+    if (row < 0 || row >= a.row_count)
+      check.fail("rows", "rows below " + std::to_string(a.row_count), std::to_string(row) + " at " + std::to_string(n));
     once.add(slot);
     a.copies.push_back({slot, row, step});
     return true;
@@ -665,97 +670,6 @@ std::vector<RollbackArgs> check(const RollbackConvWindowsParams* params, std::in
   for (std::int64_t i = 0; i < count; ++i)
     if (host_reads(params[i].pool)) read_rollback(check, params[i], all[i]);
   return all;
-}
-
-void check_fused_contract(const VerifyParams& p) {
-  const char* op = "fused_kda_decode_mtp_dspark";
-  Checker check(op);
-  const auto fail = [](const std::string& text) { core::throw_value(text); };
-  const auto shape_is = [](const TensorView& t, std::initializer_list<std::int64_t> want) {
-    return t.ndim == static_cast<int>(want.size()) && std::equal(want.begin(), want.end(), t.sizes);
-  };
-  const auto tail_is = [](const TensorView& t, int from, std::initializer_list<std::int64_t> want) {
-    return t.ndim == from + static_cast<int>(want.size()) && std::equal(want.begin(), want.end(), t.sizes + from);
-  };
-  check.arg("x_q", p.x_q).required().ndim(4);
-  for (const auto& [name, t] :
-       {std::pair{"x_k", &p.x_k}, {"x_v", &p.x_v}, {"g", &p.g}, {"beta", &p.beta}, {"cu_seqlens", &p.cu_seqlens}, {"state", &p.state}})
-    check.arg(name, *t).required();
-  const std::int64_t T = p.x_q.sizes[1], H = p.x_q.sizes[2], D = 128;
-  const std::string tokens = "(1, " + std::to_string(T) + ", " + std::to_string(H);
-  if (!shape_is(p.x_q, {1, T, H, D}) || !shape_is(p.x_k, {1, T, H, D})) fail("expected q/k shape " + tokens + ", 128)");
-  if (!shape_is(p.x_v, {1, T, H, D}) || !shape_is(p.g, {1, T, H, D})) fail("expected v/g shape " + tokens + ", 128)");
-  if (!shape_is(p.beta, {1, T, H})) fail("expected beta shape " + tokens + ")");
-  check.arg("cu_seqlens", p.cu_seqlens).ndim(1);
-  const std::int64_t N = p.cu_seqlens.sizes[0] - 1;
-  if (N <= 0 || T % N != 0 || T / N < 1)
-    fail("DSpARK KDA MTP requires a fixed 1 + num_spec dense tokens per request; got T=" + std::to_string(T) + ", N=" + std::to_string(N));
-  const std::int64_t W = T / N;
-  const TensorView& s = p.state;
-  if (!tail_is(s, 1, {H, D, D})) fail("expected recurrent state layout [pool, H, V=128, K=128]");
-  const bool placed = reinterpret_cast<std::uintptr_t>(s.data) % 16 == 0 || s.numel() == 0;
-  if (s.dtype != DType::kFloat32 || !s.inner_contiguous(3) || (s.sizes[0] > 1 && s.strides[0] % 4 != 0) || !placed)
-    fail("cp.async recurrent state requires fp32 contiguous [H, V, K] inner layout and 16-byte-aligned slot offsets");
-  const Rings& r = p.rings;
-  const bool any = r.rawv.given() || r.rawk.given() || r.g.given() || r.beta.given();
-  const bool all = r.rawv.given() && r.rawk.given() && r.g.given() && r.beta.given();
-  if (any && !all) fail("ReplaySSM requires all four replayssm_* rings");
-  const DType act = p.x_q.dtype;
-  if (all) {
-    const std::int64_t L = r.rawv.ndim == 4 ? r.rawv.sizes[2] : 0;
-    if (L < W || !tail_is(r.rawv, 1, {H, L, D}) || !tail_is(r.rawk, 1, {H, L, D}) || !tail_is(r.g, 1, {H, L, D}) ||
-        !tail_is(r.beta, 1, {H, L}))
-      fail("expected ReplaySSM ring layouts [slots, H=" + std::to_string(H) + ", L>=" + std::to_string(W) + ", 128] / [slots, H, L]");
-    // Float32 activations bring float32 rings: they hold what was used, without loss.
-    const bool known = act == DType::kBFloat16 || act == DType::kFloat32;  // else x_q is at fault
-    if ((known && r.rawv.dtype != act) || r.rawk.dtype != r.rawv.dtype || r.g.dtype != DType::kFloat32 || r.beta.dtype != DType::kFloat32)
-      fail("expected ReplaySSM ring dtypes rawv/rawk=bf16, g/beta=fp32");
-  } else if (!p.snapshots.given() || p.snapshots.ndim != 5 || p.snapshots.sizes[1] < W || !tail_is(p.snapshots, 2, {H, D, D})) {
-    fail("expected intermediate SSM layout [scratch, >=" + std::to_string(W) + ", H, V=128, K=128]");
-  }
-  const bool any_norm = p.onorm_gate.given() || p.onorm_weight.given() || p.onorm_eps.has_value();
-  if (any_norm) {
-    if (!p.onorm_gate.given() || !p.onorm_weight.given() || !p.onorm_eps)
-      fail("fused output norm requires onorm_gate, onorm_weight, and onorm_eps");
-    if (!shape_is(p.onorm_gate, {1, T, H, D})) fail("expected output-norm gate shape " + tokens + ", 128)");
-    if (!shape_is(p.onorm_weight, {D})) fail("expected output-norm weight shape (128,)");
-    if ((p.onorm_gate.dtype != DType::kBFloat16 && p.onorm_gate.dtype != DType::kFloat32) || p.onorm_weight.dtype != DType::kFloat32)
-      fail("expected output-norm gate=bf16 and weight=fp32");
-  }
-  // From here on what sglang leaves unchecked; `check` does the rest.
-  for (const auto& [name, t] : {std::pair{"w_q", &p.w_q},
-                                {"w_k", &p.w_k},
-                                {"w_v", &p.w_v},
-                                {"cs_q", &p.cs_q},
-                                {"cs_k", &p.cs_k},
-                                {"cs_v", &p.cs_v},
-                                {"conv_q", &p.conv_q},
-                                {"conv_k", &p.conv_k},
-                                {"conv_v", &p.conv_v},
-                                {"rows", &p.rows},
-                                {"slots", &p.slots}})
-    check.arg(name, *t).required();
-  check.require(p.lower_bound.has_value(), "lower_bound", "a finite float32 < 0", "none");
-  for (const auto& [name, t] : {std::pair{"conv_q", &p.conv_q}, {"conv_k", &p.conv_k}, {"conv_v", &p.conv_v}})
-    check.arg(name, *t).shape({Dim::any("scratch"), Dim::at_least(W, "steps"), H * D, kWindow});
-}
-
-void check_fused_lengths(const VerifyArgs& a, const char* op) {
-  if (a.requests.empty()) return;
-  const std::int64_t W = a.T / static_cast<std::int64_t>(a.requests.size());
-  for (std::size_t i = 0; i < a.requests.size(); ++i)
-    Checker(op).require(a.requests[i].tokens <= W, "cu_seqlens", "at most T/N=" + std::to_string(W) + " tokens a request",
-                        std::to_string(a.requests[i].tokens) + " for request " + std::to_string(i));
-}
-
-void check_commit_contract(const CommitParams& p, const char* op, int state_dims) {
-  Checker check(op);
-  check.arg("state", p.state).required().ndim(state_dims);
-  check.arg("rings.rawv", p.rings.rawv).required().ndim(state_dims);
-  check.arg("rings.rawk", p.rings.rawk).required().ndim(state_dims);
-  const std::int64_t L = p.rings.rawv.size(-2), H = p.rings.rawk.size(-3);
-  check.require(p.max_cache_len == L, "max_cache_len", "the rings' length " + std::to_string(L), std::to_string(p.max_cache_len));
-  check.require(p.num_k_heads == H, "num_k_heads", "the rings' key heads " + std::to_string(H), std::to_string(p.num_k_heads));
 }
 
 }  // namespace specstate::kda

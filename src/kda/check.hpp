@@ -4,6 +4,8 @@
 
 namespace specstate::kda {
 
+inline constexpr std::int64_t kWindow = 3;  // inputs before a token that its convolution reads; with its own it has four taps
+
 /// The one complete check of a call; throws before anything is written. `op` is the name in error texts.
 VerifyArgs check(const VerifyParams& params, const char* op = "verify");
 VerifyArgs check(const DecodeParams& params, const char* op = "decode");
