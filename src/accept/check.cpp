@@ -44,7 +44,7 @@ VerifyGreedyArgs check(const VerifyGreedyParams& p) {
   Checker check("verify_greedy");
   Sym b("b"), W("W");
   check.arg("candidates", p.candidates).required().dtype(kInt).shape({b, W}).same_device();
-  check.require(W >= 1, "candidates", "at least one column (the last emitted token)", "shape " + shape_text(p.candidates));
+  if (W < 1) check.fail("candidates", "at least one column (the last emitted token)", "shape " + shape_text(p.candidates));
   check.arg("target_argmax", p.target_argmax).required().dtype_of("candidates", p.candidates).shape({b, W}).same_device();
   check.arg("verify_lens", p.verify_lens).dtype(kInt).shape({b}).same_device();
   check.arg("accept_lens", p.accept_lens).required().dtype(DType::kInt32).shape({b}).same_device().written();
@@ -75,9 +75,9 @@ VerifyRejectionArgs check(const VerifyRejectionParams& p) {
   Sym b("b"), W("W"), V("V");
   const auto probabilities = {DType::kFloat32, DType::kFloat64, DType::kBFloat16, DType::kFloat16};
   check.arg("candidates", p.candidates).required().dtype(kInt).shape({b, W}).same_device();
-  check.require(W >= 1, "candidates", "at least one column (the last emitted token)", "shape " + shape_text(p.candidates));
+  if (W < 1) check.fail("candidates", "at least one column (the last emitted token)", "shape " + shape_text(p.candidates));
   check.arg("target_probs", p.target_probs).required().dtype(probabilities).shape({b, W, V}).same_device();
-  check.require(V >= 1, "target_probs", "at least one id", "shape " + shape_text(p.target_probs));
+  if (V < 1) check.fail("target_probs", "at least one id", "shape " + shape_text(p.target_probs));
   check.arg("draft_probs", p.draft_probs).dtype(probabilities).shape({b, W.value() - 1, V}).same_device();
   check.arg("uniforms", p.uniforms).required().dtype({DType::kFloat32, DType::kFloat64}).shape({b, W}).same_device();
   check.arg("verify_lens", p.verify_lens).dtype(kInt).shape({b}).same_device();
@@ -98,7 +98,7 @@ PlanVerifyLengthsArgs check(const PlanVerifyLengthsParams& p) {
   const bool table = p.probe_tokens.given() || p.steps_per_second.given();
   if (table) {
     check.arg("probe_tokens", p.probe_tokens).required().dtype(kInt).shape({n}).same_device();
-    check.require(n >= 1, "probe_tokens", "at least one probe", "shape " + shape_text(p.probe_tokens));
+    if (n < 1) check.fail("probe_tokens", "at least one probe", "shape " + shape_text(p.probe_tokens));
     check.arg("steps_per_second", p.steps_per_second).required().dtype(reals).shape({n}).same_device();
   }
   check.arg("max_lens", p.max_lens).dtype(kInt).shape({b}).same_device();
@@ -110,10 +110,10 @@ PlanVerifyLengthsArgs check(const PlanVerifyLengthsParams& p) {
   if (table && core::host_reads(p.probe_tokens))
     for (std::int64_t i = 0; i < n; ++i) {
       const double speed = real_at(p.steps_per_second, i * p.steps_per_second.strides[0]);
-      check.require(speed > 0 && speed < HUGE_VAL, "steps_per_second", "finite numbers > 0",
-                    core::number_text(speed) + " at " + std::to_string(i));
-      check.require(i == 0 || core::load_index(p.probe_tokens, i - 1) < core::load_index(p.probe_tokens, i), "probe_tokens",
-                    "ascending counts", std::to_string(core::load_index(p.probe_tokens, i)) + " at " + std::to_string(i));
+      if (!(speed > 0 && speed < HUGE_VAL))
+        check.fail("steps_per_second", "finite numbers > 0", core::number_text(speed) + " at " + std::to_string(i));
+      if (i > 0 && core::load_index(p.probe_tokens, i - 1) >= core::load_index(p.probe_tokens, i))
+        check.fail("probe_tokens", "ascending counts", std::to_string(core::load_index(p.probe_tokens, i)) + " at " + std::to_string(i));
     }
   return {p.confidences, p.lagged_confidences, p.probe_tokens, p.steps_per_second, p.max_lens, p.out, b, G, table ? n.value() : 0};
 }

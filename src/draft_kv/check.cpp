@@ -49,9 +49,9 @@ std::vector<TensorView> layer_views(Checker& check, const char* name, std::span<
     for (std::int64_t l = 0; l < layers; ++l) views.push_back(pools[0][l]);
     return views;
   }
-  check.require(static_cast<std::int64_t>(pools.size()) == layers, name,
-                "one tensor [L, slots, N, D] or one [slots, N, D] for each of " + std::to_string(layers) + " layers",
-                pools.size() == 1 ? "shape " + shape_text(pools[0]) : std::to_string(pools.size()) + " tensors");
+  if (static_cast<std::int64_t>(pools.size()) != layers)
+    check.fail(name, "one tensor [L, slots, N, D] or one [slots, N, D] for each of " + std::to_string(layers) + " layers",
+               pools.size() == 1 ? "shape " + shape_text(pools[0]) : std::to_string(pools.size()) + " tensors");
   for (const TensorView& pool : pools) {
     const bool first = views.empty();
     check.arg(name, pool).required().dtype(kPoolTypes).shape({slots, heads, channels}).same_device().written();
@@ -75,8 +75,8 @@ bool is_number(const TensorView& scale) { return scale.ndim == 0 && scale.device
 void check_scale(Checker& check, const char* name, const TensorView& t, std::int64_t layers) {
   if (!t.given()) return;
   check.arg(name, t).dtype({DType::kFloat32, DType::kFloat64});
-  check.require(t.ndim == 0 || (t.ndim == 1 && t.sizes[0] == layers), name, "a number or shape [L=" + std::to_string(layers) + "]",
-                shape_text(t));
+  if (t.ndim > 1 || (t.ndim == 1 && t.sizes[0] != layers))
+    check.fail(name, "a number or shape [L=" + std::to_string(layers) + "]", shape_text(t));
   if (!is_number(t)) check.arg(name, t).same_device();
 }
 
@@ -88,8 +88,8 @@ std::vector<float> scales(const Checker& check, const char* name, const TensorVi
     const std::int64_t offset = t.ndim == 0 ? 0 : l * t.strides[0];
     const double scale = t.dtype == DType::kFloat64 ? t.as<double>()[offset] : t.as<float>()[offset];
     values[l] = static_cast<float>(scale);
-    check.require(values[l] > 0 && values[l] < HUGE_VALF, name, "a finite float32 > 0", core::number_text(scale));
-    check.require(is_fp8(pool) || scale == 1.0, name, std::string("1 for a pool of ") + name_of(pool), core::number_text(scale));
+    if (!(values[l] > 0 && values[l] < HUGE_VALF)) check.fail(name, "a finite float32 > 0", core::number_text(scale));
+    if (!is_fp8(pool) && scale != 1.0) check.fail(name, std::string("1 for a pool of ") + name_of(pool), core::number_text(scale));
   }
   return values;
 }
@@ -129,8 +129,8 @@ void* workspace(Checker& check, const MaterializeIntoPoolParams& p) {
   const TensorView& w = p.workspace;
   check.require(w.given() && w.data != nullptr, "workspace", expected, "none");
   check.arg("workspace", w).same_device().written();
-  check.require(w.contiguous() && w.numel() * size_of(w.dtype) >= bytes, "workspace", expected,
-                std::to_string(w.numel() * size_of(w.dtype)) + " bytes on " + name_of(w.device));
+  if (!w.contiguous() || w.numel() * size_of(w.dtype) < bytes)
+    check.fail("workspace", expected, std::to_string(w.numel() * size_of(w.dtype)) + " bytes on " + name_of(w.device));
   check.require(reinterpret_cast<std::uintptr_t>(w.data) % 16 == 0, "workspace", "an address that is a multiple of 16", "another");
   return w.data;
 }
@@ -145,8 +145,8 @@ MaterializeArgs check(const MaterializeIntoPoolParams& p) {
   if (p.fc_weight.given()) {
     check.arg("fc_weight", p.fc_weight).dtype(kFloats).shape({hidden, features}).same_device();
     check.arg("hidden_norm_weight", p.hidden_norm_weight).required().dtype(kFloats).shape({hidden}).same_device();
-    check.require(p.hidden_norm_eps >= 0 && p.hidden_norm_eps < HUGE_VALF, "hidden_norm_eps", "a finite number >= 0",
-                  core::number_text(p.hidden_norm_eps));
+    if (!(p.hidden_norm_eps >= 0 && p.hidden_norm_eps < HUGE_VALF))
+      check.fail("hidden_norm_eps", "a finite number >= 0", core::number_text(p.hidden_norm_eps));
   } else {
     check.require(!p.hidden_norm_weight.given(), "hidden_norm_weight", "none without fc_weight", "a tensor");
   }
@@ -158,14 +158,15 @@ MaterializeArgs check(const MaterializeIntoPoolParams& p) {
     check.require(!p.kv_weight.given() && !p.kv_bias.given(), "projection", "either packed or plain weights", "both");
     check.require(p.ctx_hidden.device.type == DeviceType::kCpu, "ctx_hidden", "a CPU tensor (where the projection was packed)",
                   name_of(p.ctx_hidden.device));
-    check.require(packed.hidden == hidden, p.fc_weight.given() ? "fc_weight" : "ctx_hidden",
-                  std::string("shape ") + (p.fc_weight.given() ? "[hidden=" : "[T, hidden=") + std::to_string(packed.hidden) +
-                      (p.fc_weight.given() ? ", features]" : "]"),
-                  shape_text(p.fc_weight.given() ? p.fc_weight : p.ctx_hidden));
+    if (packed.hidden != hidden)
+      check.fail(p.fc_weight.given() ? "fc_weight" : "ctx_hidden",
+                 std::string("shape ") + (p.fc_weight.given() ? "[hidden=" : "[T, hidden=") + std::to_string(packed.hidden) +
+                     (p.fc_weight.given() ? ", features]" : "]"),
+                 shape_text(p.fc_weight.given() ? p.fc_weight : p.ctx_hidden));
     L = Sym("L", packed.layers), C = Sym("N*D + N*Dv", packed.columns);
   } else {
     check.arg("kv_weight", p.kv_weight).required().dtype(kFloats).shape({L, C, hidden}).same_device();
-    check.require(L >= 1, "kv_weight", "at least one layer", "shape " + shape_text(p.kv_weight));
+    if (L < 1) check.fail("kv_weight", "at least one layer", "shape " + shape_text(p.kv_weight));
     check.arg("kv_bias", p.kv_bias).dtype(kFloats).shape({L, C}).same_device();
   }
   check.arg("k_norm_weight", p.k_norm_weight).required().dtype(kFloats).shape({L, D}).same_device();
@@ -173,15 +174,16 @@ MaterializeArgs check(const MaterializeIntoPoolParams& p) {
   auto table = check.arg("cos_sin_cache", p.cos_sin_cache).required().dtype(kFloats);
   p.cos_sin_cache.ndim == 3 ? table.shape({L, P, R}) : table.shape({P, R});
   table.same_device();
-  check.require(R >= 2 && R % 2 == 0 && R <= D, "cos_sin_cache", "an even rotary width of 2.." + std::to_string(D.value()),
-                "shape " + shape_text(p.cos_sin_cache));
+  if (R < 2 || R % 2 != 0 || R > D)
+    check.fail("cos_sin_cache", "an even rotary width of 2.." + std::to_string(D.value()), "shape " + shape_text(p.cos_sin_cache));
 
   auto slot_mapping = check.arg("slot_mapping", p.slot_mapping).dtype(kIndices);
   if (p.commit_lens.given()) slot_mapping.required();
   if (p.commit_lens.given() || p.slot_mapping.ndim == 2) {
     slot_mapping.shape({b, W});
-    check.require(b * W == T, "slot_mapping", "shape [b, W] with b * W = " + std::to_string(T.value()) + " rows of ctx_hidden",
-                  shape_text(p.slot_mapping));
+    if (b * W != T)
+      check.fail("slot_mapping", "shape [b, W] with b * W = " + std::to_string(T.value()) + " rows of ctx_hidden",
+                 shape_text(p.slot_mapping));
   } else {
     slot_mapping.shape({T});
   }
@@ -193,12 +195,14 @@ MaterializeArgs check(const MaterializeIntoPoolParams& p) {
 
   const std::vector<TensorView> k = layer_views(check, "k_pool", p.k_pool, L, slots, N, D);
   const std::vector<TensorView> v = layer_views(check, "v_pool", p.v_pool, L, slots, N, Dv);
-  check.require(hidden >= 1 && p.ctx_hidden.sizes[1] >= 1, p.fc_weight.given() && hidden < 1 ? "fc_weight" : "ctx_hidden",
-                "at least one feature", "shape " + shape_text(p.fc_weight.given() && hidden < 1 ? p.fc_weight : p.ctx_hidden));
-  check.require(N >= 1, "k_pool", "at least one head", std::to_string(N));
-  check.require(Dv >= 1, "v_pool", "at least one channel", std::to_string(Dv));
-  check.require(layer_columns(N, D, Dv) == C, p.projection.given() ? "projection" : "kv_weight",
-                "N*D + N*Dv = " + std::to_string(layer_columns(N, D, Dv)) + " rows a layer", std::to_string(C.value()));
+  if (hidden < 1 || p.ctx_hidden.sizes[1] < 1)
+    check.fail(p.fc_weight.given() && hidden < 1 ? "fc_weight" : "ctx_hidden", "at least one feature",
+               "shape " + shape_text(p.fc_weight.given() && hidden < 1 ? p.fc_weight : p.ctx_hidden));
+  if (N < 1) check.fail("k_pool", "at least one head", std::to_string(N));
+  if (Dv < 1) check.fail("v_pool", "at least one channel", std::to_string(Dv));
+  if (layer_columns(N, D, Dv) != C)
+    check.fail(p.projection.given() ? "projection" : "kv_weight",
+               "N*D + N*Dv = " + std::to_string(layer_columns(N, D, Dv)) + " rows a layer", std::to_string(C.value()));
 
   MaterializeArgs a{};
   a.ctx_hidden = p.ctx_hidden, a.fc_weight = p.fc_weight, a.hidden_norm_weight = p.hidden_norm_weight;
@@ -247,9 +251,9 @@ FusedNormRopeStackedArgs check(const FusedNormRopeStackedParams& p) {
   if (a.tokens == 0) return a;
 
   const std::int64_t T = a.tokens, L = a.layers, N = p.num_kv_heads, D = p.head_dim, R = p.rotary_dim;
-  check.require(N >= 1, "num_kv_heads", "at least 1", std::to_string(N));
-  check.require(D >= 1, "head_dim", "at least 1", std::to_string(D));
-  check.require(N <= INT64_MAX / 2 / D, "num_kv_heads", "2 * num_kv_heads * head_dim within 64 bits", std::to_string(N));
+  if (N < 1) check.fail("num_kv_heads", "at least 1", std::to_string(N));
+  if (D < 1) check.fail("head_dim", "at least 1", std::to_string(D));
+  if (N > INT64_MAX / 2 / D) check.fail("num_kv_heads", "2 * num_kv_heads * head_dim within 64 bits", std::to_string(N));
   const auto tuple = [](std::initializer_list<std::int64_t> sizes) { return shape_text(TensorView(nullptr, DType::kFloat32, sizes)); };
   check.arg("kv", p.kv)
       .text("Invalid fused KV projection shape: got " + shape_text(p.kv) + ", expected trailing dim " + std::to_string(2 * N * D) + ".")

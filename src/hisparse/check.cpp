@@ -50,7 +50,7 @@ RowBuffer rows_of(Checker& check, const char* name, const TensorView& t, std::in
   const std::int64_t bytes = t.numel() * size_of(t.dtype);
   if (paged) {
     check.arg(name, t).inner_contiguous(t.ndim);
-    check.require(bytes % layout::kPageBytes == 0, name, "whole DSv4 pages of 37440 bytes", std::to_string(bytes) + " bytes");
+    if (bytes % layout::kPageBytes != 0) check.fail(name, "whole DSv4 pages of 37440 bytes", std::to_string(bytes) + " bytes");
     b.rows = bytes / layout::kPageBytes * layout::kPageRows;
     return b;
   }
@@ -60,8 +60,8 @@ RowBuffer rows_of(Checker& check, const char* name, const TensorView& t, std::in
     b.pitch = t.strides[0] * size_of(t.dtype);
     b.rows = t.sizes[0];
   } else {
-    check.require(flat == Flat::kTaken && t.contiguous() && bytes % item == 0, name, fmt::format("rows of {} bytes", item),
-                  fmt::format("rows of {} bytes", inner));
+    if (flat == Flat::kRefused || !t.contiguous() || bytes % item != 0)
+      check.fail(name, fmt::format("rows of {} bytes", item), fmt::format("rows of {} bytes", inner));
     b.pitch = item;
     b.rows = bytes / item;
   }
@@ -290,13 +290,13 @@ void check_reset(const SwapState& s, const TensorView& requests) {
   check.arg("state.slot_tokens", s.slot_tokens).required().dtype(DType::kInt32).shape({R, W}).same_device().written();
   check.arg("state.slot_locs", s.slot_locs).same_device();  // never written, and so not to be hit by the others
   check.arg("state.slot_stamps", s.slot_stamps).required().dtype(DType::kInt32).shape({R, H}).same_device().written();
-  check.require(H <= W, "state.slot_stamps", fmt::format("at most {} hot slots", W.value()), shape_text(s.slot_stamps));
+  if (H > W) check.fail("state.slot_stamps", fmt::format("at most {} hot slots", W.value()), shape_text(s.slot_stamps));
   check.arg("state.token_slots", s.token_slots).required().dtype({DType::kInt16, DType::kInt32}).shape({R, L}).same_device().written();
   check.arg("state.clock", s.clock).required().dtype(DType::kInt32).shape({R}).same_device().written();
   check.arg("requests", requests).dtype({DType::kInt32, DType::kInt64}).ndim(1).same_device();
   // A broadcast list may be longer than anyone waits for.
-  if (requests.given())
-    check.require(requests.sizes[0] <= R, "requests", fmt::format("at most R={} request ids", R.value()), shape_text(requests));
+  if (requests.given() && requests.sizes[0] > R)
+    check.fail("requests", fmt::format("at most R={} request ids", R.value()), shape_text(requests));
   check.outputs_apart();
 }
 
@@ -553,8 +553,8 @@ TransferArgs check(const TransferPagedPointersParams& p, std::vector<TransferLay
     for (std::int64_t i = 0; i < L; ++i) {
       const auto src = p.src_ptrs.as<const std::uint64_t>()[i * p.src_ptrs.strides[0]];
       const auto dst = p.dst_ptrs.as<const std::uint64_t>()[i * p.dst_ptrs.strides[0]];
-      check.require(src != 0, "src_ptrs", "addresses", fmt::format("0 at [{}]", i));
-      check.require(dst != 0, "dst_ptrs", "addresses", fmt::format("0 at [{}]", i));
+      if (src == 0) check.fail("src_ptrs", "addresses", fmt::format("0 at [{}]", i));
+      if (dst == 0) check.fail("dst_ptrs", "addresses", fmt::format("0 at [{}]", i));
       layers.push_back({reinterpret_cast<const std::byte*>(src), reinterpret_cast<std::byte*>(dst), -1, -1});
     }
   }

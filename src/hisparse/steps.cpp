@@ -41,15 +41,16 @@ RowBuffer row_buffer(Checker& check, const std::string& name, const TensorView& 
   const std::int64_t bytes = t.numel() * size_of(t.dtype);
   if (paged) {
     check.arg(name.c_str(), t).inner_contiguous(t.ndim);
-    check.require(bytes % layout::kPageBytes == 0, name, "whole DSv4 pages of 37440 bytes", std::to_string(bytes) + " bytes");
+    if (bytes % layout::kPageBytes != 0) check.fail(name, "whole DSv4 pages of 37440 bytes", std::to_string(bytes) + " bytes");
     item = layout::kPagedRowBytes;
     return {t.as<std::byte>(), 0, bytes / layout::kPageBytes * layout::kPageRows};
   }
   std::int64_t inner = size_of(t.dtype);
   for (int i = 1; i < t.ndim; ++i) inner *= t.sizes[i];
   if (item < 0) item = inner;
-  check.require(inner == item && inner > 0, name, item > 0 ? fmt::format("rows of {} bytes", item) : "rows of at least one byte",
-                fmt::format("rows of {} bytes", inner));
+  if (inner != item || inner < 1)
+    check.fail(name, item > 0 ? fmt::format("rows of {} bytes", item) : "rows of at least one byte",
+               fmt::format("rows of {} bytes", inner));
   check.arg(name.c_str(), t).inner_contiguous(t.ndim - 1);
   return {t.as<std::byte>(), t.strides[0] * size_of(t.dtype), t.sizes[0]};
 }
@@ -69,7 +70,7 @@ std::vector<WindowTables> check_groups(Checker& check, const WindowGroup* groups
     arg("slot_tokens", s.slot_tokens, {DType::kInt32}, {R, W}).written();
     arg("slot_locs", s.slot_locs, {DType::kInt32}, {R, W});
     arg("slot_stamps", s.slot_stamps, {DType::kInt32}, {R, H}).written();
-    check.require(H >= 1 && H <= W, at + "slot_stamps", fmt::format("1 to {} hot slots", W.value()), shape_text(s.slot_stamps));
+    if (H < 1 || H > W) check.fail(at + "slot_stamps", fmt::format("1 to {} hot slots", W.value()), shape_text(s.slot_stamps));
     arg("token_slots", s.token_slots, {DType::kInt16, DType::kInt32}, {R, L}).written();
     if (s.token_slots.dtype == DType::kInt16)
       check.require(H <= layout::kMaxShortSlots, at + "token_slots", "dtype int32 for more than 32767 hot slots", "int16");
