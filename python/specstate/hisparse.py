@@ -249,10 +249,14 @@ def swap_in_single(
     out=None,
     stream=None,
 ):
-    """Swap-in of one step with exact LRU, in sglang's single-step state (see `load_cache_to_device_buffer_mla`).
+    """Swap-in of one step with exact LRU, in sglang's single-step state.
 
-    With sparse_block_size > 1, top_k_tokens [B, n] names blocks of that many tokens. A second pair of buffers is moved by the same
-    resolve. lru_slots [R, H] int16, or int32 beyond 32767 slots. Returns the device rows [B, K] int32.
+    top_k_tokens [B, K] int32, or with sparse_block_size n > 1 [B, K / n]: blocks of n tokens. device_buffer_tokens, device_buffer_locs
+    [R, >=H+1] int32, column H the newest token; host_cache_locs [R, L] int64 (< 0: no host row); host_cache [Nh, ...] and device_buffer
+    [Nd, ...] of rows of the same number of bytes, and a second pair that the same resolve moves; req_pool_indices, seq_lens [B] int32 or
+    int64; lru_slots [R, H] int16, or int32 beyond 32767 slots: a permutation, oldest first. The tables and lru_slots are advanced in place.
+    miss_src [>=B, >=K] int64, miss_dst (same) int32, miss_count [>=B] int32: the copies, for `replay_plan`.
+    Returns the device rows [B, K] int32; -1 for tokens outside 0..seq_len-1 or without a host row. seq_len <= H: slot t holds token t.
     """
     if out is None:
         rows, entries = shape_of("top_k_tokens", top_k_tokens, 2)
@@ -333,7 +337,12 @@ def replay_plan(
     sm_budget=0,
     stream=None,
 ):
-    """Replays a recorded miss plan on one follower layer, or on many (lists of buffers). Copies only."""
+    """Replays rows 0..num_real_reqs-1 of a recorded miss plan on one follower layer, or on many (lists of buffers). Copies only.
+
+    miss_src [>=B, M] int64 host rows, miss_dst (same) int32 device rows, miss_count [B] int32 (0 to M), as a swap wrote them; num_real_reqs [1]
+    int32, None: all rows. host_cache [Nh, ...], device_buffer [Nd, ...]: rows of the same number of bytes, which may differ from layer to layer;
+    host_cache_v, device_buffer_v: second pairs. A pair with a negative row is skipped. Returns None.
+    """
     _replay("replay_plan", **dict(locals(), paged=_paged(layout)))
 
 
@@ -361,8 +370,8 @@ def _replay(
 def transfer_paged(src, dst, src_indices, dst_indices, *, sm_budget=0, stream=None):
     """Copies DSv4 rows: for every layer, row src_indices[i] of src[layer] goes to row dst_indices[i] of dst[layer].
 
-    src, dst: one buffer of whole 37440-byte pages, or a list, one a layer. A destination named twice, or that is also a source, is
-    undefined.
+    src, dst: one buffer of whole 37440-byte pages (64 rows), dense, or a list, one a layer; src_indices, dst_indices [N] int32 or int64, of one
+    dtype. A destination named twice, or that is also a source, is undefined.
     """
     src, dst = _list("src", src, array_in), _list("dst", dst, array_out)
     if len(src) != len(dst):

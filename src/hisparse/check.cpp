@@ -22,9 +22,6 @@ namespace {
 
 constexpr const char* kTogether = "miss_src, miss_dst, and miss_count must be provided together.";
 
-Integers integers(const TensorView& t) {
-  return {t.data, t.ndim > 0 ? t.strides[0] : 0, t.ndim > 1 ? t.strides[1] : 0, static_cast<int>(size_of(t.dtype))};
-}
 template <class T>
 Strided1<T> strided1(const TensorView& t) {
   return t.given() ? Strided1<T>{static_cast<T*>(t.data), t.strides[0]} : Strided1<T>{};

@@ -7,6 +7,12 @@
 
 namespace specstate::hisparse {
 
+/// Integers and tables of a tensor, as a backend sees them.
+inline Integers integers(const TensorView& t) {
+  return {t.data, t.ndim > 0 ? t.strides[0] : 0, t.ndim > 1 ? t.strides[1] : 0, static_cast<int>(size_of(t.dtype))};
+}
+inline Strided2<std::int32_t> table(const TensorView& t) { return {t.as<std::int32_t>(), t.strides[0], t.strides[1]}; }
+
 /// The one complete check of shapes, dtypes, strides and places; throws before anything is written. Ids inside the tensors
 /// (requests, slots, rows, LRU entries) are the backend's to judge: on the CPU they are errors, on a GPU such rows are invalid.
 SwapInArgs check(const SwapInParams& params, std::vector<CopyArgs>& followers);

@@ -1,11 +1,76 @@
 // The calls around the swap: admission, windows, steps whose counts are elsewhere, the end of a request.
 #include "hisparse/coordinator.hpp"
 
+#include <fmt/format.h>
+
 #include <cstring>
 #include <new>
 #include <stdexcept>
 
 namespace specstate::hisparse {
+
+// ---------------------------------------------------------------------------------------------------------------- checks
+
+std::int64_t Coordinator::Impl::local(std::int64_t layer) const {
+  if (layer < config.first_layer || layer >= config.first_layer + layers)
+    refuse("layer", fmt::format("{}..{}", config.first_layer, config.first_layer + layers - 1), layer);
+  return layer - config.first_layer;
+}
+
+std::int64_t Coordinator::Impl::slot_id(std::int64_t r) const {
+  if (r < 0 || r >= config.requests) refuse("request", fmt::format("0..{}", config.requests - 1), r);
+  return r;
+}
+
+const Request& Coordinator::Impl::in_state(std::int64_t r, std::initializer_list<RequestState> allowed) const {
+  const Request& q = requests[at(slot_id(r))];
+  if (std::find(allowed.begin(), allowed.end(), q.state) == allowed.end()) {
+    std::string expected;
+    for (RequestState s : allowed) expected += (expected.empty() ? "" : " or ") + std::string(name_of(s));
+    refuse("request", fmt::format("request {} to be {}", r, expected), name_of(q.state));
+  }
+  return q;
+}
+
+void Coordinator::Impl::distinct(std::span<const std::int64_t> ids) const {
+  std::vector<std::int64_t> sorted(ids.begin(), ids.end());
+  std::sort(sorted.begin(), sorted.end());
+  if (auto twice = std::adjacent_find(sorted.begin(), sorted.end()); twice != sorted.end())
+    refuse("requests", "each request once", fmt::format("request {} again", *twice));
+}
+
+void Coordinator::Impl::need_pages(std::int64_t pages) const {
+  if (pages > static_cast<std::int64_t>(free_pages.size()))
+    throw_runtime(fmt::format("HiSparse failed to allocate {} KV slots. {} of {} host rows are free.", pages * config.page_size,
+                              static_cast<std::int64_t>(free_pages.size()) * config.page_size,
+                              config.host_rows / config.page_size * config.page_size));
+}
+
+void Coordinator::Impl::need_device_rows() const {
+  const auto free = static_cast<std::int64_t>(free_device.size());
+  const auto refuse = [&](std::string text) {
+    throw_runtime(fmt::format("{} {} of {} device rows are free.", text, free, config.device_rows));
+  };
+  if (free < columns) refuse(fmt::format("HiSparse failed to allocate {} KV slots.", columns));
+  if (free < per_request) refuse(fmt::format("HiSparse spec failed to allocate {} scratch slots.", config.scratch));
+}
+
+void Coordinator::Impl::apart(const core::Checker& check, const char* name, const TensorView& t, std::int64_t layer,
+                              std::initializer_list<int> into) const {
+  const std::int64_t l = local(layer);
+  const KvBuffers& k = buffers[at(l)];
+  const TensorView* const all[4] = {&k.host_cache, &k.device_buffer, &k.host_cache_v, &k.device_buffer_v};
+  for (const int i : into)
+    check.require(!core::may_overlap(t, *all[i]), name, "memory of its own",
+                  fmt::format("memory that overlaps {}", static_cast<const char* const*>(names[at(l)])[i]));
+}
+
+void Coordinator::Impl::outcome_known(std::int64_t r) const {
+  if (requests[at(r)].ahead > 0)
+    refuse("request", fmt::format("request {} with no step under way", r), fmt::format("{} to end", requests[at(r)].ahead));
+}
+
+// ---------------------------------------------------------------------------------------------------------------- set-up
 
 namespace {
 bool fits(std::int64_t n, std::int64_t most) { return n >= 0 && n <= most; }
@@ -16,17 +81,17 @@ void Coordinator::Impl::set_up(const CoordinatorConfig& given, std::int64_t loca
   layers = local_layers;
   device.type = gpu ? DeviceType::kCuda : DeviceType::kCpu;
   CoordinatorConfig& c = config;
-  require(layers >= 1, "host_cache", layers, "at least one layer");
-  require(c.requests >= 1, "requests", c.requests, ">= 1");
-  require(c.page_size >= 1, "page_size", c.page_size, ">= 1");
-  require(fits(c.first_layer, INT32_MAX), "first_layer", c.first_layer, "0..{}", INT32_MAX);
-  require(c.hot >= 1, "hot", c.hot, ">= 1");
-  require(c.top_k >= 0, "top_k", c.top_k, ">= 0");
-  require(c.top_k <= c.hot, "hot", c.hot, "at least top_k={} slots", c.top_k);
-  require(c.window >= 1, "window", c.window, ">= 1");
-  require(c.scratch >= 0, "scratch", c.scratch, ">= 0");
-  require(c.context >= 1, "context", c.context, ">= 1");
-  require(c.sm_budget >= 0, "sm_budget", c.sm_budget, "0 (any number) or more SMs");
+  if (layers < 1) refuse("host_cache", "at least one layer", layers);
+  if (c.requests < 1) refuse("requests", ">= 1", c.requests);
+  if (c.page_size < 1) refuse("page_size", ">= 1", c.page_size);
+  if (!fits(c.first_layer, INT32_MAX)) refuse("first_layer", fmt::format("0..{}", INT32_MAX), c.first_layer);
+  if (c.hot < 1) refuse("hot", ">= 1", c.hot);
+  if (c.top_k < 0) refuse("top_k", ">= 0", c.top_k);
+  if (c.top_k > c.hot) refuse("hot", fmt::format("at least top_k={} slots", c.top_k), c.hot);
+  if (c.window < 1) refuse("window", ">= 1", c.window);
+  if (c.scratch < 0) refuse("scratch", ">= 0", c.scratch);
+  if (c.context < 1) refuse("context", ">= 1", c.context);
+  if (c.sm_budget < 0) refuse("sm_budget", "0 (any number) or more SMs", c.sm_budget);
   for (const auto& [name, n] : {std::pair{"hot", c.hot},
                                 {"window", c.window},
                                 {"tail", c.tail},
@@ -34,14 +99,13 @@ void Coordinator::Impl::set_up(const CoordinatorConfig& given, std::int64_t loca
                                 {"context", c.context},
                                 {"requests", c.requests},
                                 {"page_size", c.page_size}})
-    require(n < (std::int64_t{1} << 31), name, n, "below 2^31");
+    if (n >= (std::int64_t{1} << 31)) refuse(name, "below 2^31", n);
   if (c.tail == 0) c.tail = 2 * c.window;
-  require(c.tail >= c.window, "tail", c.tail, "at least window={} slots", c.window);
+  if (c.tail < c.window) refuse("tail", fmt::format("at least window={} slots", c.window), c.tail);
   columns = c.hot + c.tail;
   per_request = columns + c.scratch;
-  if (!c.anchor_of.empty())
-    require(static_cast<std::int64_t>(c.anchor_of.size()) == layers, "anchor_of", static_cast<std::int64_t>(c.anchor_of.size()),
-            "{} entries", layers);
+  if (!c.anchor_of.empty() && static_cast<std::int64_t>(c.anchor_of.size()) != layers)
+    refuse("anchor_of", fmt::format("{} entries", layers), static_cast<std::int64_t>(c.anchor_of.size()));
   life.layers.resize(at(layers));
   followed.assign(at(layers), 0);
   copied.assign(at(layers), 0);
@@ -59,8 +123,8 @@ void Coordinator::Impl::set_up(const CoordinatorConfig& given, std::int64_t loca
     group(l).layers.push_back(l);
   }
   if (!gpu) return;
-  if (static_cast<std::int64_t>(groups.size()) < layers)
-    require(c.top_k >= 1, "top_k", c.top_k, ">= 1 on a GPU, where the plans of followers have a fixed size");
+  if (static_cast<std::int64_t>(groups.size()) < layers && c.top_k < 1)
+    refuse("top_k", ">= 1 on a GPU, where the plans of followers have a fixed size", c.top_k);
   most_selected = c.top_k > 0 ? std::min(kMaxOccurrences, c.window > kMaxOccurrences / c.top_k ? kMaxOccurrences : c.window * c.top_k) : 0;
 }
 
@@ -94,11 +158,11 @@ Coordinator::Coordinator(const CoordinatorConfig& given, std::span<const KvBuffe
   m.device = check.device();
   if (c.device_rows == 0) c.device_rows = device_rows;
   if (c.host_rows == 0) c.host_rows = host_rows;
-  require(fits(c.device_rows, std::min<std::int64_t>(device_rows, INT32_MAX)), "device_rows", c.device_rows, "0..{}",
-          std::min<std::int64_t>(device_rows, INT32_MAX));
-  require(fits(c.host_rows, host_rows), "host_rows", c.host_rows, "0..{}", host_rows);
+  if (!fits(c.device_rows, std::min<std::int64_t>(device_rows, INT32_MAX)))
+    refuse("device_rows", fmt::format("0..{}", std::min<std::int64_t>(device_rows, INT32_MAX)), c.device_rows);
+  if (!fits(c.host_rows, host_rows)) refuse("host_rows", fmt::format("0..{}", host_rows), c.host_rows);
   const std::int64_t most_host_rows = m.on_gpu() ? INT32_MAX : INT32_MAX * c.page_size;
-  require(c.host_rows <= most_host_rows, "host_rows", c.host_rows, "at most {}", most_host_rows);
+  if (c.host_rows > most_host_rows) refuse("host_rows", fmt::format("at most {}", most_host_rows), c.host_rows);
   for (std::int64_t i = c.device_rows; i-- > 0;) m.free_device.push_back(static_cast<std::int32_t>(i));
   for (std::int64_t p = c.host_rows / c.page_size; p-- > 0;) m.free_pages.push_back(p);
 
@@ -160,7 +224,7 @@ bool Coordinator::can_admit(std::int64_t tokens) const {
 void Coordinator::admit(std::int64_t request, std::int64_t tokens, Stream stream) {
   Impl& m = *impl_;
   Request& q = m.in_state(request, {RequestState::kFree});
-  require(tokens >= 0 && tokens <= max_length(), "tokens", tokens, "0..{}", max_length());
+  if (tokens < 0 || tokens > max_length()) refuse("tokens", fmt::format("0..{}", max_length()), tokens);
   m.need_device_rows();
   m.need_pages(ceil_div(tokens, m.config.page_size));
   q.state = RequestState::kActive;
@@ -173,7 +237,7 @@ void Coordinator::admit(std::int64_t request, std::int64_t tokens, Stream stream
 void Coordinator::reserve(std::int64_t request, std::int64_t count, Stream stream) {
   Impl& m = *impl_;
   Request& q = m.in_state(request, {RequestState::kActive});
-  require(count >= 0 && count <= m.config.context - q.length, "count", count, "0..{}", m.config.context - q.length);
+  if (count < 0 || count > m.config.context - q.length) refuse("count", fmt::format("0..{}", m.config.context - q.length), count);
   m.need_pages(m.missing_pages(q, q.length + count));
   m.take_pages(request, q.length + count, stream);
   m.grow(request, q.length + count, stream);
@@ -185,14 +249,14 @@ void Coordinator::stage(std::int64_t layer, std::int64_t request, std::int64_t p
   const std::int64_t l = m.local(layer);
   Request& q = m.in_state(request, {RequestState::kActive});
   const std::int64_t reserved = std::min(m.config.context, static_cast<std::int64_t>(q.pages.size()) * m.config.page_size);
-  require(position >= q.length && position <= q.staged[at(l)], "position", position, "{}..{}, the positions that come next", q.length,
-          q.staged[at(l)]);
-  require(count >= 0 && count <= reserved - position, "count", count, "0 to the {} reserved positions", reserved - position);
+  if (position < q.length || position > q.staged[at(l)])
+    refuse("position", fmt::format("{}..{}, the positions that come next", q.length, q.staged[at(l)]), position);
+  if (count < 0 || count > reserved - position) refuse("count", fmt::format("0 to the {} reserved positions", reserved - position), count);
   if (count > 0) m.first_pair(rows, "rows");
   if (count > 0) m.second_pair(l, rows_v, "rows_v");
   for (const std::int64_t bytes : {pitch, rows_v ? pitch_v : pitch})
-    require(count <= 1 || bytes == 0 || bytes >= m.rows(l).item_bytes, "pitch", bytes, "at least the {} bytes of a row, or 0",
-            m.rows(l).item_bytes);
+    if (count > 1 && bytes != 0 && bytes < m.rows(l).item_bytes)
+      refuse("pitch", fmt::format("at least the {} bytes of a row, or 0", m.rows(l).item_bytes), bytes);
   const GivenRows from{{static_cast<const std::byte*>(rows), static_cast<const std::byte*>(rows_v)}, {pitch, pitch_v}};
   m.on_backend([&] { cpu::stage(m.life, l, request, position, count, from, stream); },
                [&] { cuda::stage(m.life, l, request, position, count, from, stream); });
@@ -224,12 +288,12 @@ void Coordinator::append(std::int64_t request, std::int64_t count, Source source
   Impl& m = *impl_;
   Request& q = m.in_state(request, {RequestState::kActive});
   const std::int64_t reserved = std::min(m.config.context, static_cast<std::int64_t>(q.pages.size()) * m.config.page_size);
-  require(count >= 0 && count <= reserved - q.length, "count", count, "0 to the {} reserved positions", reserved - q.length);
+  if (count < 0 || count > reserved - q.length) refuse("count", fmt::format("0 to the {} reserved positions", reserved - q.length), count);
   const std::int64_t first = q.length, last = first + count;
   if (source == Source::kStaged)
     for (std::int64_t l = 0; l < m.layers; ++l)
-      require(q.staged[at(l)] >= last, "count", count, "positions that layer {} has staged (up to {})", l + m.config.first_layer,
-              q.staged[at(l)]);
+      if (q.staged[at(l)] < last)
+        refuse("count", fmt::format("positions that layer {} has staged (up to {})", l + m.config.first_layer, q.staged[at(l)]), count);
   m.grow(request, last, stream);
   m.on_backend([&] { cpu::commit(m.life, request, first, last, stream); }, [&] { cuda::commit(m.life, request, first, last, stream); });
   q.length = last;
@@ -245,7 +309,8 @@ std::int64_t Coordinator::host_row(std::int64_t request, std::int64_t position) 
   const Impl& m = *impl_;
   const Request& q = m.in_state(request, {RequestState::kActive, RequestState::kVerifying, RequestState::kRetracted});
   const std::int64_t reserved = std::min(m.config.context, static_cast<std::int64_t>(q.pages.size()) * m.config.page_size);
-  require(position >= 0 && position < reserved, "position", position, "0 or more, below the {} reserved positions", reserved);
+  if (position < 0 || position >= reserved)
+    refuse("position", fmt::format("0 or more, below the {} reserved positions", reserved), position);
   return m.page_row(q, position);
 }
 
@@ -256,15 +321,16 @@ void Coordinator::prepare_verify(std::span<const std::int64_t> ids, std::span<co
   Impl& m = *impl_;
   const CoordinatorConfig& c = m.config;
   const auto batch = static_cast<std::int64_t>(ids.size());
-  require(widths.size() == ids.size(), "widths", static_cast<std::int64_t>(widths.size()), "one for each of {} requests", ids.size());
+  if (widths.size() != ids.size())
+    refuse("widths", fmt::format("one for each of {} requests", ids.size()), static_cast<std::int64_t>(widths.size()));
   m.distinct(ids);
   std::int64_t pages = 0, widest = 0;
   for (std::int64_t b = 0; b < batch; ++b) {
     const Request& q = m.in_state(ids[at(b)], {RequestState::kActive});
     const std::int64_t w = widths[at(b)];
-    require(w >= 1, "widths", w, ">= 1");
-    require(w <= c.window, "widths", w, "at most window={}", c.window);
-    require(w <= c.context - q.length, "widths", w, "at most {} positions that the context has left", c.context - q.length);
+    if (w < 1) refuse("widths", ">= 1", w);
+    if (w > c.window) refuse("widths", fmt::format("at most window={}", c.window), w);
+    if (w > c.context - q.length) refuse("widths", fmt::format("at most {} positions that the context has left", c.context - q.length), w);
     pages += m.missing_pages(q, q.length + w);
     widest = std::max(widest, w);
   }
@@ -289,7 +355,7 @@ std::int64_t Coordinator::verify_loc(std::int64_t request, std::int64_t j) const
   const Impl& m = *impl_;
   const Request& q = m.in_state(request, {RequestState::kVerifying});
   m.outcome_known(request);
-  require(j >= 0 && j < q.width, "j", j, "0..{}", q.width - 1);
+  if (j < 0 || j >= q.width) refuse("j", fmt::format("0..{}", q.width - 1), j);
   return q.rows[at(m.config.hot + (q.length + j) % m.config.tail)];
 }
 
@@ -298,7 +364,7 @@ void Coordinator::write(std::int64_t layer, std::int64_t request, std::int64_t j
   const std::int64_t l = m.local(layer);
   const Request& q = m.in_state(request, {RequestState::kVerifying});
   const std::int64_t width = q.ahead > 0 ? m.config.window : q.width;
-  require(j >= 0 && j < width, "j", j, "0..{}", width - 1);
+  if (j < 0 || j >= width) refuse("j", fmt::format("0..{}", width - 1), j);
   m.first_pair(row, "row");
   m.second_pair(l, row_v, "row_v");
   const GivenRows from{{static_cast<const std::byte*>(row), static_cast<const std::byte*>(row_v)}, {0, 0}};
@@ -376,13 +442,14 @@ void Coordinator::close_step(const StepBatch& batch, const TensorView& accepted,
 
 void Coordinator::end_step(std::span<const std::int64_t> ids, std::span<const std::int64_t> accepted) {
   Impl& m = *impl_;
-  require(accepted.size() == ids.size(), "accepted", static_cast<std::int64_t>(accepted.size()), "one for each of {} requests", ids.size());
+  if (accepted.size() != ids.size())
+    refuse("accepted", fmt::format("one for each of {} requests", ids.size()), static_cast<std::int64_t>(accepted.size()));
   m.distinct(ids);
   for (std::size_t b = 0; b < ids.size(); ++b) {
     const Request& q = m.in_state(ids[b], {RequestState::kVerifying});
     if (q.ahead == 0) refuse("request", fmt::format("request {} to be in a step", ids[b]), "a window of prepare_verify");
     const std::int64_t most = std::min(m.config.window, m.config.context - q.length);
-    require(accepted[b] >= 0 && accepted[b] <= most, "accepted", accepted[b], "0 to {} positions", most);
+    if (accepted[b] < 0 || accepted[b] > most) refuse("accepted", fmt::format("0 to {} positions", most), accepted[b]);
   }
   for (std::size_t b = 0; b < ids.size(); ++b) {
     Request& q = m.requests[at(ids[b])];
@@ -395,13 +462,14 @@ void Coordinator::end_step(std::span<const std::int64_t> ids, std::span<const st
 
 void Coordinator::accept(std::span<const std::int64_t> ids, std::span<const std::int64_t> accepted, Stream stream) {
   Impl& m = *impl_;
-  require(accepted.size() == ids.size(), "accepted", static_cast<std::int64_t>(accepted.size()), "one for each of {} requests", ids.size());
+  if (accepted.size() != ids.size())
+    refuse("accepted", fmt::format("one for each of {} requests", ids.size()), static_cast<std::int64_t>(accepted.size()));
   m.distinct(ids);
   std::vector<std::int64_t> widths;
   for (std::size_t b = 0; b < ids.size(); ++b) {
     const Request& q = m.in_state(ids[b], {RequestState::kVerifying});
     m.outcome_known(ids[b]);
-    require(accepted[b] >= 0 && accepted[b] <= q.width, "accepted", accepted[b], "0 to the window's {} positions", q.width);
+    if (accepted[b] < 0 || accepted[b] > q.width) refuse("accepted", fmt::format("0 to the window's {} positions", q.width), accepted[b]);
     widths.push_back(q.width);
   }
   m.window(m.bring(ids, m.ids, stream), static_cast<std::int64_t>(ids.size()), nullptr, m.bring(widths, m.widths, stream),

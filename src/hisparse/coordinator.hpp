@@ -2,8 +2,6 @@
 // What a Coordinator knows, and the small steps that its calls are made of: tables and free lists of the request life cycle. Device rows belong to a
 // request from admission to its end, so growth never fails; growing only gives more of its hot slots their rows. Host rows are taken by pages as a
 // request gets longer. The calls: `coordinator.cpp` (the life of a request, windows, steps) and `coordinator_swap.cpp` (swaps, followers, rounds).
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <deque>
 #include <string>
@@ -25,13 +23,12 @@ using core::throw_value;
 inline std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
 inline std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
+/// "Coordinator: {name}: expected {expected}, got {got}."
 [[noreturn]] inline void refuse(const char* name, const std::string& expected, const std::string& got) {
-  throw_value(fmt::format("Coordinator: {}: expected {}, got {}.", name, expected, got));
+  core::Checker("Coordinator").fail(name, expected, got);
 }
-/// `expected` is a format; its text is made only if it is needed.
-template <class... Args>
-void require(bool ok, const char* name, std::int64_t got, fmt::format_string<Args...> expected, Args&&... args) {
-  if (!ok) refuse(name, fmt::format(expected, std::forward<Args>(args)...), std::to_string(got));
+[[noreturn]] inline void refuse(const char* name, const std::string& expected, std::int64_t got) {
+  refuse(name, expected, std::to_string(got));
 }
 inline const char* name_of(RequestState s) {
   switch (s) {
@@ -82,11 +79,6 @@ struct Carver {
     return t;
   }
 };
-
-inline Integers integers(const TensorView& t) {
-  return {t.data, t.ndim > 0 ? t.strides[0] : 0, t.ndim > 1 ? t.strides[1] : 0, static_cast<int>(size_of(t.dtype))};
-}
-inline Strided2<std::int32_t> table(const TensorView& t) { return {t.as<std::int32_t>(), t.strides[0], t.strides[1]}; }
 
 }  // namespace coordinator
 using namespace coordinator;
@@ -163,33 +155,13 @@ struct Coordinator::Impl {
   const Group& group(std::int64_t l) const { return groups[at(life.layers[at(l)].group)]; }
 
   // ---------------------------------------------------------------------------------------------------------- checks
-  std::int64_t local(std::int64_t layer) const {
-    require(layer >= config.first_layer && layer < config.first_layer + layers, "layer", layer, "{}..{}", config.first_layer,
-            config.first_layer + layers - 1);
-    return layer - config.first_layer;
-  }
-  std::int64_t slot_id(std::int64_t r) const {
-    require(r >= 0 && r < config.requests, "request", r, "0..{}", config.requests - 1);
-    return r;
-  }
-  const Request& in_state(std::int64_t r, std::initializer_list<RequestState> allowed) const {
-    const Request& q = requests[at(slot_id(r))];
-    if (std::find(allowed.begin(), allowed.end(), q.state) == allowed.end()) {
-      std::string expected;
-      for (RequestState s : allowed) expected += (expected.empty() ? "" : " or ") + std::string(name_of(s));
-      refuse("request", fmt::format("request {} to be {}", r, expected), name_of(q.state));
-    }
-    return q;
-  }
+  std::int64_t local(std::int64_t layer) const;
+  std::int64_t slot_id(std::int64_t r) const;
+  const Request& in_state(std::int64_t r, std::initializer_list<RequestState> allowed) const;
   Request& in_state(std::int64_t r, std::initializer_list<RequestState> allowed) {
     return const_cast<Request&>(std::as_const(*this).in_state(r, allowed));
   }
-  void distinct(std::span<const std::int64_t> ids) const {
-    std::vector<std::int64_t> sorted(ids.begin(), ids.end());
-    std::sort(sorted.begin(), sorted.end());
-    if (auto twice = std::adjacent_find(sorted.begin(), sorted.end()); twice != sorted.end())
-      refuse("requests", "each request once", fmt::format("request {} again", *twice));
-  }
+  void distinct(std::span<const std::int64_t> ids) const;
 
   // ------------------------------------------------------------------------------------------------------ small parts
   std::int64_t page_row(const Request& q, std::int64_t position) const {
@@ -198,20 +170,8 @@ struct Coordinator::Impl {
   std::int64_t missing_pages(const Request& q, std::int64_t positions) const {
     return std::max<std::int64_t>(0, ceil_div(positions, config.page_size) - static_cast<std::int64_t>(q.pages.size()));
   }
-  void need_pages(std::int64_t pages) const {
-    if (pages > static_cast<std::int64_t>(free_pages.size()))
-      throw_runtime(fmt::format("HiSparse failed to allocate {} KV slots. {} of {} host rows are free.", pages * config.page_size,
-                                static_cast<std::int64_t>(free_pages.size()) * config.page_size,
-                                config.host_rows / config.page_size * config.page_size));
-  }
-  void need_device_rows() const {
-    const auto free = static_cast<std::int64_t>(free_device.size());
-    const auto refuse = [&](std::string text) {
-      throw_runtime(fmt::format("{} {} of {} device rows are free.", text, free, config.device_rows));
-    };
-    if (free < columns) refuse(fmt::format("HiSparse failed to allocate {} KV slots.", columns));
-    if (free < per_request) refuse(fmt::format("HiSparse spec failed to allocate {} scratch slots.", config.scratch));
-  }
+  void need_pages(std::int64_t pages) const;
+  void need_device_rows() const;
   void take_pages(std::int64_t r, std::int64_t positions, Stream stream) {
     Request& q = requests[at(r)];
     std::vector<std::int32_t> fresh;
@@ -307,22 +267,12 @@ struct Coordinator::Impl {
     return integers(room);
   }
   /// Rows that are copied into a layer's buffers (by number, as in its names) come from elsewhere.
-  void apart(const core::Checker& check, const char* name, const TensorView& t, std::int64_t layer, std::initializer_list<int> into) const {
-    const std::int64_t l = local(layer);
-    const KvBuffers& k = buffers[at(l)];
-    const TensorView* const all[4] = {&k.host_cache, &k.device_buffer, &k.host_cache_v, &k.device_buffer_v};
-    for (const int i : into)
-      check.require(!core::may_overlap(t, *all[i]), name, "memory of its own",
-                    fmt::format("memory that overlaps {}", static_cast<const char* const*>(names[at(l)])[i]));
-  }
+  void apart(const core::Checker& check, const char* name, const TensorView& t, std::int64_t layer, std::initializer_list<int> into) const;
   /// Every accepted row went to the host in every layer.
   void count_backups(std::int64_t accepted) {
     for (const WindowLayer& l : life.layers) stats.bytes_to_host += accepted * l.copy.pairs * l.copy.item_bytes;
   }
-  void outcome_known(std::int64_t r) const {
-    if (requests[at(r)].ahead > 0)
-      refuse("request", fmt::format("request {} with no step under way", r), fmt::format("{} to end", requests[at(r)].ahead));
-  }
+  void outcome_known(std::int64_t r) const;
   void beside_tables(const core::Checker& check, const char* name, const TensorView& t) const {
     check.require(t.device.type == device.type && t.device.index == device.index, name, "memory of " + specstate::name_of(device),
                   specstate::name_of(t.device));

@@ -1,4 +1,6 @@
 // The swap of an anchor, what it owes its followers, and the cutting of a selection into rounds.
+#include <fmt/format.h>
+
 #include <iterator>
 
 #include "hisparse/coordinator.hpp"
@@ -39,8 +41,8 @@ void Coordinator::swap(std::int64_t layer, const SwapInParams& params, std::int6
   const std::int64_t l = m.local(layer);
   Group& g = m.group(l);
   if (g.anchor != l) refuse("layer", "an anchor layer", fmt::format("{}, a follower of {}", layer, g.anchor + c.first_layer));
-  require(round == 0 || round == g.rounds, "round", round, "0 or the next one, {}", g.rounds);
-  if (m.on_gpu()) require(round == 0, "round", round, "0 on a GPU");
+  if (round != 0 && round != g.rounds) refuse("round", fmt::format("0 or the next one, {}", g.rounds), round);
+  if (m.on_gpu() && round != 0) refuse("round", "0 on a GPU", round);
   SwapInParams p = three_dimensional(params);
   core::Checker check = m.known;
   core::Sym B("B"), S("S"), K("K");
@@ -60,8 +62,9 @@ void Coordinator::swap(std::int64_t layer, const SwapInParams& params, std::int6
   const std::int64_t batch = B, occurrences = S * K;
   const bool planned = g.layers.size() > 1;
   if (planned && m.on_gpu()) {
-    require(batch <= c.requests, "top_k_tokens", batch, "at most requests={} rows where layers follow", c.requests);
-    require(occurrences <= m.most_selected, "top_k_tokens", occurrences, "at most window * top_k = {} positions a row", m.most_selected);
+    if (batch > c.requests) refuse("top_k_tokens", fmt::format("at most requests={} rows where layers follow", c.requests), batch);
+    if (occurrences > m.most_selected)
+      refuse("top_k_tokens", fmt::format("at most window * top_k = {} positions a row", m.most_selected), occurrences);
   }
   // Nothing changes until the call is known to be taken.
   const auto owed = [&] {
@@ -114,7 +117,8 @@ void Coordinator::swap(std::int64_t layer, const SwapInParams& params, std::int6
     ids.push_back(core::load_index(p.req_pool_indices, b));
     const Request& q = m.in_state(ids.back(), {RequestState::kActive, RequestState::kVerifying});
     const std::int64_t end = q.length + q.width + q.ahead * c.window;
-    for (std::int64_t s = 0; s < S; ++s) require(lens(b, s) <= end, "seq_lens", lens(b, s), "at most {}, the end of the window", end);
+    for (std::int64_t s = 0; s < S; ++s)
+      if (lens(b, s) > end) refuse("seq_lens", fmt::format("at most {}, the end of the window", end), lens(b, s));
   }
   m.distinct(ids);
   const SwapInArgs args = hisparse::check(p);
@@ -153,12 +157,12 @@ void Coordinator::follow_all(std::int64_t layer, std::int64_t round, Stream stre
   const std::int64_t l = m.local(layer);
   Group& g = m.group(l);
   if (g.anchor != l) refuse("layer", "an anchor layer", fmt::format("{}, a follower of {}", layer, g.anchor + m.config.first_layer));
-  require(round >= 0 && round < g.rounds, "round", round, "a swap of anchor {}: below {}", layer, g.rounds);
+  if (round < 0 || round >= g.rounds) refuse("round", fmt::format("a swap of anchor {}: below {}", layer, g.rounds), round);
   std::vector<std::int64_t> owing;
   for (const std::int64_t f : g.layers) {
     if (f == l) continue;
-    require(m.followed[at(f)] == round, "round", round, "{}, which layer {} has yet to follow", m.followed[at(f)],
-            f + m.config.first_layer);
+    if (m.followed[at(f)] != round)
+      refuse("round", fmt::format("{}, which layer {} has yet to follow", m.followed[at(f)], f + m.config.first_layer), round);
     if (m.copied[at(f)] == round) owing.push_back(f);
   }
   if (!owing.empty()) m.replay(g.plans[at(round)], owing, stream);
@@ -178,8 +182,8 @@ std::int64_t Coordinator::plan_rounds(std::int64_t layer, const SwapInParams& pa
   check.outputs_apart();
   if (m.on_gpu()) {
     // What a selection wants is not read by the host: it must fit in any case, and then there is one round.
-    require(S == 0 || K <= (m.config.hot + m.config.scratch) / S, "top_k_tokens", S * K,
-            "at most hot + scratch = {} positions a row on a GPU", m.config.hot + m.config.scratch);
+    if (S != 0 && K > (m.config.hot + m.config.scratch) / S)
+      refuse("top_k_tokens", fmt::format("at most hot + scratch = {} positions a row on a GPU", m.config.hot + m.config.scratch), S * K);
     return 1;
   }
   for (std::int64_t b = 0; b < B; ++b)

@@ -24,11 +24,6 @@ using core::throw_value;
 
 namespace {
 
-Integers integers(const TensorView& t) {
-  return {t.data, t.ndim > 0 ? t.strides[0] : 0, t.ndim > 1 ? t.strides[1] : 0, static_cast<int>(size_of(t.dtype))};
-}
-Strided2<std::int32_t> table(const TensorView& t) { return {t.as<std::int32_t>(), t.strides[0], t.strides[1]}; }
-
 /// `name` stays in its place: the checker points to it.
 RowBuffer row_buffer(Checker& check, const std::string& name, const TensorView& t, bool paged, std::int64_t& item) {
   check.arg(name.c_str(), t).required();
