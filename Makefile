@@ -18,7 +18,8 @@ demo:  ## build the command line and generate text from the embedded model, spec
 	@tools/bootstrap build
 	@[ -e build/release/build.ninja ] || { $(call configure,demo); }  # what is configured already, perhaps with CUDA, stays so
 	@cmake --build build/release --target specstate_cli
-	build/release/specstate generate --prompt "$$PROMPT" --max-new-tokens 200 --mode dflash --check-lossless
+	@printf 'build/release/specstate generate --prompt "%s" --max-new-tokens 200 --mode dflash --check-lossless\n\n%s' "$$PROMPT" "$$PROMPT"
+	@build/release/specstate generate --prompt "$$PROMPT" --max-new-tokens 200 --mode dflash --check-lossless
 
 build:  ## everything, into build/release (with CUDA where nvcc is found)
 	@tools/bootstrap build test python

@@ -203,7 +203,7 @@ def measure(timer, report, options):
              "all": ("swap", "follow", "kda_verify", "kda_commit", "draft_kv")}  # fmt: skip
     for requests, context in [(1, 32768)] if timer.quick else [(1, 131072), (8, 131072), (32, 131072), (64, 32768)]:
         worlds = Sparse(requests, context, pool), Kda(requests), Draft(requests)
-        how = "fused" if requests == 1 else "chain"  # measured: bench/results/h200_kda_forms.json
+        how = "fused" if requests == 1 else "chain"  # measured: docs/decisions/0012-forms.json
         with torch.cuda.stream(stream):
             for _ in range(2):
                 worlds[0].next()
