@@ -332,8 +332,8 @@ def main():
             took[f"{tool} {program.name} {part[0]}"] = round(s, 1)
             return errors, log, s
 
+        planted = pool.submit(find_planted) if sanitized and sanitizer() else None  # beside the tests: known when the first run of a tool asks
         tests = {name: pool.submit(run_test, name, command) for name, command in tasks}
-        planted = pool.submit(find_planted) if sanitized and sanitizer() else None
         tables = [pool.submit(run_table, path) for path in longest_first(theirs, lambda path: f"sglang-{path.stem}")]
         verdicts = {run: [] for run in sanitized}
         if planted:
