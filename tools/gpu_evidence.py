@@ -77,7 +77,8 @@ def render(root=ROOT):
         lines += [f"Lossless matrix on an {matrix['device']}, {matrix['date']}, sources {matrix['source_digest']}: {matrix['runs']} runs of {len(matrix['prompts'])} prompts, "
                   f"{matrix['not_lossless']} not lossless.", ""]  # fmt: skip
     if soak:
-        lines += ["The engine decodes without a pause, requests coming and going, and its memory is watched (`tools/gpu_soak.py`). " + soak_line(soak), ""]
+        lines += ["The engine decodes without a pause, requests coming and going, and its memory is watched (`tools/gpu_soak.py`). " + soak_line(soak)
+                  + (" An hour of it was not run." if soak["seconds"] < 3600 else ""), ""]  # fmt: skip
     return "\n".join(lines).rstrip()
 
 

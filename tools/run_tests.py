@@ -151,6 +151,24 @@ def gpu_here():
         return False
 
 
+def of_long_runs(root=ROOT):
+    """What is recorded of the CPU's matrix and of the fuzzers, which run longer than `make test`, and whether it is of these sources."""
+    import fuzz
+    from source_digest import digest
+
+    lines = []
+    with contextlib.suppress(OSError, ValueError):
+        matrix = json.loads((root / "tests" / "evidence" / "lossless_matrix.json").read_text())
+        state = "these" if matrix["source_digest"] == digest("engine", root) else "OLDER"
+        lines.append(f"cpu: lossless matrix of {state} sources, {matrix['date']}: {matrix['runs']} runs, {matrix['not_lossless']} not lossless")
+    with contextlib.suppress(OSError, ValueError):
+        targets = json.loads((root / "tests" / "fuzz" / "evidence.json").read_text())
+        old = [target for target, e in sorted(targets.items()) if e["source_digest"] != fuzz.digest_of(target)]
+        lines.append(f"fuzz: {sum(e['crashes'] for e in targets.values())} crashes in the recorded runs of {len(targets)} targets, "
+                     + (f"of OLDER sources: {', '.join(old)}" if old else "all of these sources"))
+    return lines
+
+
 def bench_ages(root=ROOT):
     """How many of the numbers in docs/performance.md are of older sources; `tools/bench_tables.py --check` lists them."""
     from bench_tables import age_line
@@ -235,7 +253,7 @@ def main():
 
         print("\n".join(said()))
     if args.only is None:
-        print("\n".join(bench_ages()))
+        print("\n".join(of_long_runs() + bench_ages()))
     passed, failed = sum(r.passed for r in results), sum(r.failed for r in results) + len(problems)
     if args.summary:
         args.summary.write_text(json.dumps({"passed": passed, "failed": failed, "skipped": skipped, "seconds": time.monotonic() - start}))

@@ -83,6 +83,13 @@ def test_what_is_said_of_gpu_tests_where_there_is_no_gpu(tmp_path):
     assert last == "gpu: evidence of these sources: accept; of OLDER sources: kda"
 
 
+def test_what_is_said_of_long_runs(tmp_path):
+    matrix, fuzz = run_tests.of_long_runs()
+    assert matrix.startswith("cpu: lossless matrix of ") and matrix.endswith(" runs, 0 not lossless")
+    assert fuzz.startswith("fuzz: 0 crashes in the recorded runs of 7 targets, ")
+    assert run_tests.of_long_runs(tmp_path) == []
+
+
 def test_the_page_says_what_is_recorded_of_a_gpu():
     page = (ROOT / "docs" / "testing.md").read_text()
     assert gpu_evidence.placed(page, gpu_evidence.render()) == page, "run tools/gpu_evidence.py"
