@@ -86,27 +86,35 @@ def main():
     head = {"source_digest": built_digest(), "date": datetime.date.today().isoformat(), "tokens": options.tokens, "prompts": [p.name for p in prompts]}
     if options.device == "cuda":
         head = {"device": gpu_name(), **head}
-    known = {}
+    known = {}  # cells by their keys
     if options.resume and path and path.exists():
         before = json.loads(path.read_text())
         if all(before[k] == head[k] for k in head if k != "date"):
             known = {key_of(cell): cell for cell in before["cells"]}
 
-    def run(cell):
-        mode, temperature, force, batch = cell
-        return known.get((mode, temperature, force, batch if options.device == "cuda" else None)) or run_cell(options.command, options.device, prompts, cell, options.tokens)
+    def key(cell):
+        return (*cell[:3], cell[3] if options.device == "cuda" else None)
 
-    cells = []
+    def record():
+        """(the cells that are known, in their order; runs that were not lossless), kept in the file."""
+        cells = [known[key(cell)] for cell in wanted if key(cell) in known]
+        failed = sum(c["prompts"] - c["lossless"] for c in cells)
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps({**head, "runs": sum(c["prompts"] for c in cells), "not_lossless": failed, "cells": cells}, indent=1) + "\n")
+        return cells, failed
+
+    wanted = cells_of(options.device)
+    slowest_first = sorted((cell for cell in wanted if key(cell) not in known), key=lambda cell: (cell[2] or 5) * cell[3])  # by tokens a step (some 5 if not forced)
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        for cell in pool.map(run, cells_of(options.device)):
-            cells.append(cell)
-            failed = sum(c["prompts"] - c["lossless"] for c in cells)
-            if path:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(json.dumps({**head, "runs": sum(c["prompts"] for c in cells), "not_lossless": failed, "cells": cells}, indent=1) + "\n")
+        for future in concurrent.futures.as_completed([pool.submit(run_cell, options.command, options.device, prompts, cell, options.tokens) for cell in slowest_first]):
+            cell = future.result()
+            known[key_of(cell)] = cell
+            record()
             at_once = f", {cell['at_once']} at once, {cell['dropped']} dropped" if "at_once" in cell else ""
             print(f"{cell['mode']:7} temperature {cell['temperature']:<4} forced {cell['force_accept'] or '-'}{at_once}: {cell['lossless']}/{cell['prompts']} lossless, "
                   f"{cell['mean_accepted_length']} tokens a step", flush=True)
+    cells, failed = record()
     print(f"{sum(c['prompts'] for c in cells)} runs, {failed} not lossless")
     return 1 if failed else 0
 
