@@ -116,7 +116,7 @@ void copy_together(const std::vector<Buffer*>& buffers, bool upload) {
 
 struct Options {
   unsigned seed = 1;
-  std::int64_t H = gpu_test::small() ? 1 : 2, G = 1, K = 128, V = 128;
+  std::int64_t H = 2, G = 1, K = 128, V = 128;
   std::vector<int> lens = {8, 8, 8};
   bool act_bf16 = true, state_bf16 = false, scalar_gate = false, safe = true, norm = true, conv = true, wide = false, tap_rows = true;
   bool snapshots = false, rings = true;
