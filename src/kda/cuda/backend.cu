@@ -274,13 +274,13 @@ int clusters_at_once(const launching::DeviceInfo& device) {
   static std::array<std::atomic<int>, 64> known;
   std::atomic<int>& n = known[static_cast<std::size_t>(device.index) % known.size()];
   if (n == 0) {
-    const SpreadKernel kernel = verify_spread();
+    const SpreadKernel kernel = verify_spread(8);
     cudaLaunchAttribute cluster{};
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim = {SpreadCall::kParts, 1, 1};
     cudaLaunchConfig_t config{};
-    config.gridDim = SpreadCall::kParts, config.blockDim = static_cast<unsigned>(kernel.threads), config.attrs = &cluster,
-    config.numAttrs = 1;
+    config.gridDim = SpreadCall::kParts, config.blockDim = static_cast<unsigned>(kernel.threads), config.dynamicSmemBytes = kernel.bytes;
+    config.attrs = &cluster, config.numAttrs = 1;
     int found = 0;
     SPECSTATE_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&found, kernel.run, &config));
     n = std::max(found, 1);
@@ -314,22 +314,25 @@ void run(const VerifyArgs& args, Stream stream) {
   if (tree) a.steps = std::min<std::int64_t>(a.steps, kMaxTree);
   Form f = {a.out.bf16, a.state.bf16, static_cast<int>(a.K), static_cast<int>(a.V / kRowUnit), is_plain(a)};
   const bool splits = f.plain && f.act_bf16 && !f.state_bf16 && a.K == 128;
-  const bool frozen =
-      splits && a.V == 128 && device.major >= 9 && !a.exact && !a.snapshots && !a.update_state && !a.null_from_zero && forced().frozen != 0;
-  if (frozen || (splits && a.V == 128 && device.major >= 9 && in_frame(a, device))) {
-    const int warps = forced().warps ? forced().warps : ring_warps(a, device);
-    const HeadsCall call = heads_call(a);
+  const bool whole = splits && a.V == 128 && device.major >= 9;
+  const bool frozen = whole && !a.exact && !a.snapshots && !a.update_state && !a.null_from_zero && forced().frozen != 0;
+  if (frozen || (whole && in_frame(a, device))) {
+    HeadsCall call = heads_call(a);
     if (a.pending) run_fold(args.deferred, stream);
     SpreadCall narrow;
-    if (frozen && 0 < longest && longest <= 8 && spreads(a, device) && narrowed(call, narrow)) {
-      const SpreadKernel kernel = verify_spread();
+    const bool narrows = frozen && longest > 0 && a.N < 65536 && narrowed(call, narrow);
+    const auto launch = [&](const SpreadKernel& kernel, int parts) {
       launching::launch(kernel.run,
-                        {.grid = dim3(blocks(a.HV * SpreadCall::kParts), static_cast<unsigned>(a.N)),
+                        {.grid = dim3(blocks(a.HV * parts), static_cast<unsigned>(a.N)),
                          .block = static_cast<unsigned>(kernel.threads),
-                         .cluster = SpreadCall::kParts,
+                         .shared = kernel.bytes,
+                         .cluster = static_cast<unsigned>(parts),
                          .overlap = forced().overlap},
                         stream, narrow);
-    } else if (frozen && 0 < longest && longest <= 8 && in_thirds(a, device) && narrowed(call, narrow)) {
+    };
+    if (narrows && longest <= 16 && spreads(a, device)) {
+      launch(verify_spread(longest > 8 ? 16 : 8), SpreadCall::kParts);
+    } else if (narrows && longest <= 8 && in_thirds(a, device)) {
       const ThirdKernel kernel = verify_third();
       launching::launch(kernel.run,
                         {.grid = dim3(blocks(a.HV), static_cast<unsigned>(a.N)),
@@ -338,13 +341,21 @@ void run(const VerifyArgs& args, Stream stream) {
                          .overlap = forced().overlap},
                         stream, narrow);
     } else {
-      const HeadsKernel kernel = verify_heads(frozen, warps < 8 ? 16 : warps);
-      launching::launch(kernel.run,
-                        {.grid = blocks(resident(a.N * a.HV, 1, device, kernel.each)),
-                         .block = static_cast<unsigned>(kernel.threads),
-                         .shared = kernel.bytes,
-                         .overlap = forced().overlap},
-                        stream, call);
+      // More than 8 tokens: those of up to 16 from one frozen state, those of more by the recurrence. Which a request has may be known to cu_seqlens alone.
+      const int warps = forced().warps >= 8 ? forced().warps : ring_warps(a, device);
+      if (narrows && longest > 8 && (longest <= 16 || a.cu)) {
+        launch(verify_sixteen(forced().warps >= 8 ? warps : a.N * a.HV <= device.multiprocessors ? 16 : 8), 1);
+        call.fewest = 17;
+      }
+      if (longest <= 8 || longest > 16 || !narrows) {
+        const HeadsKernel kernel = verify_heads(frozen && longest <= 8, warps);
+        launching::launch(kernel.run,
+                          {.grid = blocks(resident(a.N * a.HV, 1, device, kernel.each)),
+                           .block = static_cast<unsigned>(kernel.threads),
+                           .shared = kernel.bytes,
+                           .overlap = forced().overlap},
+                          stream, call);
+      }
     }
     if (a.update_windows) advance_windows(a, stream);
     return;

@@ -67,6 +67,7 @@ enum { kRowsX = 0, kRowsG = 3, kRowsGate, kRowsWindow, kRowKinds = 8 };
 struct HeadsCall {
   ShortIndex slots, cu, rows;
   int N, HV, H, T, L, pool, row_count, steps, null_slot, each;  // each: tokens of a request, without cu
+  int fewest;                                                   // requests of fewer tokens are left to another kernel
   Divisor by_heads, by_group;                                   // HV, HV / H
   const void* a_log;
   std::int64_t a_log_head;
@@ -92,7 +93,7 @@ struct HeadsKernel {
 /// bfloat16 activations, float32 state, K = V = 128, plain: heads.cuh; Hopper and later. frozen: ring mode from a frozen state, with 8 or 16
 /// warps beside the one that directs; else the recurrence.
 HeadsKernel verify_heads(bool frozen, int warps);
-/// What spread.cuh needs of a HeadsCall. Strides in bytes, in 32 bits.
+/// What spread.cuh, third.cuh and sixteen.cuh need of a HeadsCall. Strides in bytes, in 32 bits.
 struct SpreadCall {
   static constexpr int kParts = 4;  // CTAs of a head
   /// The indices of a request. Request r's is at data + r step; without data it is r without_step + without.
@@ -115,13 +116,15 @@ struct SpreadCall {
   bool conv, safe_gate, l2norm, round_before_norm, logit_bf16, weight_bf16, a_log_bf16;
   float lower_bound, softplus_beta, inverse_beta, softplus_threshold, scale, norm_eps;
 };
-/// Ring mode of few heads, of 8 tokens at most: spread.cuh.
 struct SpreadKernel {
   void (*run)(SpreadCall) = nullptr;
+  std::size_t bytes = 0;  // of shared memory
   int threads = 0;
 };
-SpreadKernel verify_spread();
-/// The same where up to three heads share a multiprocessor: third.cuh.
+SpreadKernel verify_spread(int block);  // ring mode of few heads, of 8 or 16 tokens at most: spread.cuh
+/// Of any number of heads, 16 warps each or 8 (three CTAs a multiprocessor); requests of more than 16 tokens are left to others: sixteen.cuh.
+SpreadKernel verify_sixteen(int warps);
+/// Of 8 tokens at most, where up to three heads share a multiprocessor: third.cuh.
 struct ThirdKernel {
   void (*run)(SpreadCall) = nullptr;
   int threads = 0;
@@ -175,7 +178,7 @@ struct Forced {
   int rows = 0;     // of a lane; 0: free
   int frozen = -1;  // -1: free
   int frame = -1;   // the recurrence in heads.cuh where it applies, or in verify.cuh; -1: free
-  int warps = 0;    // of a CTA of heads.cuh in ring mode, or 4: spread.cuh, 3: third.cuh, where they apply; 0: free
+  int warps = 0;    // of a CTA of heads.cuh or sixteen.cuh in ring mode, or 4: spread.cuh, 3: third.cuh, where they apply; 0: free
   bool overlap = true;
 };
 SPECSTATE_API Forced& forced();

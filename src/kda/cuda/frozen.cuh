@@ -1,8 +1,9 @@
 #pragma once
-// Ring mode from a frozen state: within a block of 8 tokens the state S0 stays as it was. With D_t the product of the block's decays up to
-// token t, and R_tj the part of it after token j (always an ordered product, never a quotient, so an unbounded gate cannot overflow it),
+// Ring mode from a frozen state: for all tokens of a request (8 at most here; 16 in spread.cuh and sixteen.cuh) the state S0 stays as it was. With
+// D_t the product of the decays up to token t, and R_tj the part of it after token j (always an ordered product, never a quotient, so an unbounded
+// gate cannot overflow it),
 //     P_t = S0 . (D_t k_t),   Q_t = S0 . (D_t q_t),   L_tj = k_t . R_tj k_j,   A_tj = q_t . R_tj k_j,
-//     u_t = beta_t (v_t - P_t - sum_{j<t} L_tj u_j),   o_t = Q_t + sum_{j<=t} A_tj u_j,   S_n = S0 D_n + sum_j u_j (R_nj k_j)^T.
+//     u_t = beta_t (v_t - P_t - sum_{j<t} L_tj u_j),   o_t = Q_t + sum_{j<=t} A_tj u_j.
 // P and Q of all tokens are one product of S0 with 16 columns; what tokens do to each other is two triangles of 8 x 8.
 //   operands   a warp half a column of the triangles; a warp two tokens: D_t k_t and D_t q_t with their norms, in the order in which tensor cores
 //              want them
@@ -19,12 +20,6 @@ template <class M>
 __device__ __forceinline__ float4& operand(M& s, int step, int lane) {
   return reinterpret_cast<float4*>(s.operand)[step * 32 + lane];
 }
-/// Two channels from d of the column's end.
-template <class M>
-__device__ __forceinline__ float* end_of(M& s, int j, int d) {
-  return s.decay[j] + (d ^ ((j & 1) << 4 | (j & 2)));
-}
-
 /// Sums over the warp (quarter_sums: over 8 lanes each, a quarter of a head's channels) of 8 values: value lane % 8 ends in the lanes of that remainder.
 /// Neighbours first; whatever is summed over channels is summed in this order.
 template <int kLeft = kTokens>
@@ -79,9 +74,9 @@ __device__ __forceinline__ void column_terms(const float* keys, const float* que
 }
 /// Column j, without norms: its rows below 4, or the others; the norm of k_j, where row j is among them.
 template <bool kLower, class M>
-__device__ __forceinline__ void column(const HeadsCall& a, M& s, int j, int lane, float (&x)[4]) {
+__device__ __forceinline__ void column(const HeadsCall& a, M& s, int j, int lane) {
   constexpr int kRows = kTokens / 2;
-  float sums[kTokens];
+  float x[4], sums[kTokens];
   column_terms<kLower, kDim>(s.keys[0][0] + lane * 4, s.keys[1][0] + lane * 4, s.decay[0] + lane * 4, j, x, sums);
   const float sum = transposed_sums(sums, lane);
   const int t = (kLower ? kRows : 0) + lane % kRows;
@@ -91,7 +86,7 @@ __device__ __forceinline__ void column(const HeadsCall& a, M& s, int j, int lane
 
 /// D_t k_t and D_t q_t, and the norm of q_t, of tokens t and t + 1 (t is even; what is behind the last token goes nowhere that is read).
 template <class M>
-__device__ __forceinline__ void operands(const HeadsCall& a, M& s, int t, int n, int lane) {
+__device__ __forceinline__ void operands(const HeadsCall& a, M& s, int t, int lane) {
   const int d = lane * 4;
   float product[4], k[2][4], q[2][4], y[kTokens - 1][4], last[4], sums[2];
 #pragma unroll
@@ -118,7 +113,6 @@ __device__ __forceinline__ void operands(const HeadsCall& a, M& s, int t, int n,
 #pragma unroll
       for (int e = 0; e < 4; ++e) product[e] *= last[e];
     if (lane == 0) s.fq[t + i] = a.l2norm ? inverse_norm(sums[i]) * a.scale : a.scale;
-    if (t + i == n - 1) *reinterpret_cast<float4*>(s.product + d) = make_float4(product[0], product[1], product[2], product[3]);
 #pragma unroll
     for (int h = 0; h < 2; ++h)
       operand(s, lane / 4 * 2 + h, (t + i) * 4 + lane % 4) =
@@ -189,9 +183,9 @@ __device__ __forceinline__ void multiply_state(M& s, int warp, int lane) {
   }
 }
 
-/// A row along the tokens: u_t in the place of P_t, o_t in that of Q_t. 128 threads.
+/// A row along the tokens: o_t in the place of Q_t. 128 threads.
 template <class M>
-__device__ __forceinline__ void outputs(M& s, int row, int n, int turn, bool moves) {
+__device__ __forceinline__ void outputs(M& s, int row, int n, int turn) {
   float p[kTokens], q[kTokens], beta[kTokens], fk[kTokens], fq[kTokens], l[kTokens], m[kTokens], u[kTokens], v[kTokens];
 #pragma unroll
   for (int t = 0; t < kTokens; ++t) p[t] = *s.sums(t, row), q[t] = *s.sums(kTokens + t, row), v[t] = core::to_float(s.v[t][row]);
@@ -207,50 +201,9 @@ __device__ __forceinline__ void outputs(M& s, int row, int n, int turn, bool mov
     float sum = 0, out = 0;
 #pragma unroll
     for (int j = 0; j < t; ++j) sum = fmaf(l[j], u[j], sum), out = fmaf(m[j], u[j], out);
-    const float x = beta[t] * fmaf(-fk[t], p[t] + sum, v[t]);
-    u[t] = x * fk[t];
+    u[t] = beta[t] * fmaf(-fk[t], p[t] + sum, v[t]) * fk[t];
     *s.sums(kTokens + t, row) = fq[t] * (q[t] + fmaf(m[t], u[t], out));
-    if (moves) *s.sums(t, row) = x;
   }
-}
-
-/// Column j's end, when nobody reads the decays any more.
-template <class M>
-__device__ __forceinline__ void keep_end(M& s, int j, int lane, const float (&x)[4]) {
-  const float fk = s.fk[j];
-  *reinterpret_cast<float2*>(end_of(s, j, lane * 4)) = make_float2(x[0] * fk, x[1] * fk);
-  *reinterpret_cast<float2*>(end_of(s, j, lane * 4 + 2)) = make_float2(x[2] * fk, x[3] * fk);
-}
-
-/// S_n = S0 D_n + sum_j u_j (R_nj k_j)^T: 16 rows a warp. Lane (g, t): rows g and g + 8, four channels at a time.
-template <class M>
-__device__ __forceinline__ void advance_state(M& s, int warp, int lane) {
-  if (warp >= kDim / 16) return;
-  const int g = lane / 4, t = lane % 4, row = 8 * warp + g / 2 + (g & 1) * kHalf;
-  const auto parts = [](const float4& x, float4& large, float4& small) {
-    large = make_float4(truncated(x.x), truncated(x.y), truncated(x.z), truncated(x.w));
-    small = make_float4(x.x - large.x, x.y - large.y, x.z - large.z, x.w - large.w);
-  };
-  float4 large, small;
-  parts(make_float4(*s.sums(t, row), *s.sums(t, row + 4), *s.sums(t + 4, row), *s.sums(t + 4, row + 4)), large, small);
-#pragma unroll 2
-  for (int i = 0; i < kDim / 16; ++i) {
-    float4* const low = reinterpret_cast<float4*>(s.row(row) + 16 * i + 4 * t);
-    float4* const high = reinterpret_cast<float4*>(s.row(row + 4) + 16 * i + 4 * t);
-    const float4 d = *reinterpret_cast<const float4*>(s.product + 16 * i + 4 * t), x = *low, y = *high;
-    float z[2][4] = {{x.x * d.x, x.y * d.y, y.x * d.x, y.y * d.y}, {x.z * d.z, x.w * d.w, y.z * d.z, y.w * d.w}};
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int channel = 16 * i + 4 * (g / 2) + 2 * h;
-      const float b0 = end_of(s, t, channel)[g & 1], b1 = end_of(s, t + 4, channel)[g & 1];
-      const float large0 = truncated(b0), large1 = truncated(b1);
-      multiply(z[h], small, large0, large1);
-      multiply(z[h], large, b0 - large0, b1 - large1);
-      multiply(z[h], large, large0, large1);
-    }
-    *low = make_float4(z[0][0], z[0][1], z[1][0], z[1][1]), *high = make_float4(z[0][2], z[0][3], z[1][2], z[1][3]);
-  }
-  ptx::fence_async();  // before the next head's state comes to the same place
 }
 
 }  // namespace specstate::kda::cuda::plain

@@ -69,12 +69,11 @@ struct Shared {
       bfloat16 stage[3 * (kTokens + 3) + 3 * kTokens][kDim];  // q, k, v with the three before them; decay gates; two turns' output gates
   float4 taps[3 * kDim];                                      // of q, k and v's channels, see place_of_taps
   alignas(16) float bias[kDim], weight[kDim];
-  alignas(16) float keys[2][kTokens][kDim];  // k, q; frozen: then P and u, Q and o
-  alignas(16) float decay[kTokens][kDim];    // frozen: then the columns' ends R_nj k_j
+  alignas(16) float keys[2][kTokens][kDim];  // k, q; frozen: then P, Q and o
+  alignas(16) float decay[kTokens][kDim];
   alignas(16) bfloat16 v[kTokens][kDim + 8];
   alignas(16) float operand[kFrozen ? 16 * 32 * 4 : kTokens * kDim];    // D_t k_t and D_t q_t; or o
   alignas(16) float halves[kFrozen && kWorkers == 16 ? 16 * kDim : 4];  // P and Q over the second half of the channels
-  alignas(16) float product[kFrozen ? kDim : 4];                        // D_n
   alignas(16) float triangle[2][kTokens][kTokens];
   alignas(16) float beta[2][kTokens], fk[kTokens], fq[kTokens], kq[kTokens];
   decltype(HeadsCall::places) places;
@@ -149,6 +148,7 @@ struct Finder {
   template <bool kEarly>
   __device__ __forceinline__ void find(const HeadsCall& a) {
     it = item_of<kEarly>(a, next + static_cast<unsigned>(lane) * gridDim.x);
+    if (it.tokens < a.fewest) it.tokens = 0;
     todo = __ballot_sync(kAll, it.tokens > 0 && !it.padding);
     dead = __ballot_sync(kAll, it.tokens > 0 && it.padding);
   }

@@ -70,7 +70,7 @@ __device__ __forceinline__ void work(const HeadsCall& a, M& s, int warp, int lan
 #pragma unroll 1
   while (head->tokens > 0) {  // a turn is a block of a head's tokens
     const int n = min(kTokens, head->tokens - first);
-    const bool last = first + n == head->tokens;
+    const bool last = M::kFrozen || first + n == head->tokens;
     // What depends on these is found anew in every turn, so that it takes no registers from one turn to the next.
     asm volatile("" : "+r"(warp), "+r"(lane));
     if (M::kFrozen) warp &= kWorkers - 1, lane &= 31;
@@ -79,21 +79,16 @@ __device__ __forceinline__ void work(const HeadsCall& a, M& s, int warp, int lan
     sync_workers<M>();
     if constexpr (M::kFrozen) {
       // Columns' later rows go to 8 warps. Of the others, or of the same ones, four take the columns' earlier rows and four two tokens' operands each.
-      float end[4];
       const int other = kWorkers == 8 ? warp : warp - 8;
-      if (warp < n && n > kTokens / 2) column<true>(a, s, warp, lane, end);
-      if (0 <= other && other < min(n, kTokens / 2)) {
-        float unused[4];
-        column<false>(a, s, other, lane, unused);
-      }
-      if (const int t = 2 * other - kTokens; 0 <= t && t < n) operands(a, s, t, n, lane);
+      if (warp < n && n > kTokens / 2) column<true>(a, s, warp, lane);
+      if (0 <= other && other < min(n, kTokens / 2)) column<false>(a, s, other, lane);
+      if (const int t = 2 * other - kTokens; 0 <= t && t < n) operands(a, s, t, lane);
       sync_workers<M>();
-      if (!last && warp < n) keep_end(s, warp, lane, end);
-      if (first == 0) ptx::barrier_wait(&s.state_here, phases >> 1);
+      ptx::barrier_wait(&s.state_here, phases >> 1);
       multiply_state(s, warp, lane);
-      if (last) leave<kStateRead>(s);
+      leave<kStateRead>(s);
       sync_workers<M>();
-      if (warp < kDim / 32) outputs(s, warp * 32 + lane, n, phases & 1, !last);
+      if (warp < kDim / 32) outputs(s, warp * 32 + lane, n, phases & 1);
     } else {
       if (warp < n) scalars(a, s, warp, lane);
       sync_workers<M>();
@@ -101,10 +96,6 @@ __device__ __forceinline__ void work(const HeadsCall& a, M& s, int warp, int lan
     }
     sync_workers<M>();
     if (warp < n) finish(a, *head, s, first, warp, phases & 1, lane);
-    if (M::kFrozen && !last) {
-      advance_state(s, warp, lane);
-      leave<kStateRead>(s);
-    }
     sync_workers<M>();
     first += n;
     if (last) {
