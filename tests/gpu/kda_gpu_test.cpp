@@ -120,6 +120,7 @@ struct Options {
   std::vector<int> lens = {8, 8, 8};
   bool act_bf16 = true, state_bf16 = false, scalar_gate = false, safe = true, norm = true, conv = true, wide = false, tap_rows = true;
   bool snapshots = false, rings = true;
+  bool odd_windows = false;           // requests' windows begin at multiples of 8 bytes, not of 16
   int null_row = -1;                  // this request is padding
   std::vector<std::int32_t> parents;  // [N, longest]
   std::string name() const {
@@ -166,8 +167,9 @@ struct Case {
     if (o.norm) fill("gate", act, {T, HV, V}), fill("weight", f32, {V});
     // What a call writes, one behind the other.
     if (o.conv) {
-      b["conv_q"].make(act, {N, longest, H * K, 3}), b["conv_k"].make(act, {N, longest, H * K, 3});
-      b["conv_v"].make(act, {N, longest, HV * V, 3});
+      const std::int64_t odd = o.odd_windows ? 4 : 0;
+      for (const char* name : {"conv_q", "conv_k"}) b[name].make(act, {N, longest, H * K, 3}, longest * H * K * 3 + odd);
+      b["conv_v"].make(act, {N, longest, HV * V, 3}, longest * HV * V * 3 + odd);
       if (o.tap_rows)
         for (const char* name : {"cs_q", "cs_k", "cs_v", "conv_q", "conv_k", "conv_v"}) {
           TensorView& t = b[name].shape;
@@ -354,6 +356,7 @@ std::vector<Options> cases() {
   add([](Options& o) { o.act_bf16 = false, o.K = 64, o.V = 64, o.lens = {5, 2}; });
   add([](Options& o) { o.state_bf16 = true; });
   add([](Options& o) { o.act_bf16 = false, o.state_bf16 = true, o.K = 64; });
+  add([](Options& o) { o.odd_windows = true; });
   return all;
 }
 

@@ -291,10 +291,17 @@ int clusters_at_once(const launching::DeviceInfo& device) {
 bool spreads(const VerifyCall& a, const launching::DeviceInfo& device) {
   return forced().warps ? forced().warps == 4 && a.N < 65536 : a.N * a.HV <= clusters_at_once(device);
 }
-/// Whether third.cuh is, as measured: where multiprocessors have two or three heads each.
-bool in_thirds(const VerifyCall& a, const launching::DeviceInfo& device) {
+/// Whether third.cuh is, as measured: where multiprocessors have two or three heads each, and up to twelve of more than four tokens. Its windows
+/// leave by bulk copies.
+bool in_thirds(const VerifyCall& a, const SpreadCall& narrow, const launching::DeviceInfo& device) {
+  const bool bulk = std::ranges::all_of(narrow.channels, [](const SpreadCall::Channel& c) {
+    return (reinterpret_cast<std::uintptr_t>(c.windows) |
+            static_cast<std::uintptr_t>(c.windows_row | c.windows_head | c.windows_step | c.windows_tap)) %
+               16 ==
+           0;
+  });
   const std::int64_t heads = a.N * a.HV, each = device.multiprocessors;
-  return a.N < 65536 && (forced().warps ? forced().warps == 3 : each < heads && heads <= 3 * each);
+  return bulk && a.N < 65536 && (forced().warps ? forced().warps == 3 : each < heads && heads <= (a.T > 4 * a.N ? 12 : 3) * each);
 }
 
 }  // namespace
@@ -332,14 +339,14 @@ void run(const VerifyArgs& args, Stream stream) {
     };
     if (narrows && longest <= 16 && spreads(a, device)) {
       launch(verify_spread(longest > 8 ? 16 : 8), SpreadCall::kParts);
-    } else if (narrows && longest <= 8 && in_thirds(a, device)) {
+    } else if (narrows && longest <= 8 && in_thirds(a, narrow, device)) {
       const ThirdKernel kernel = verify_third();
       launching::launch(kernel.run,
                         {.grid = dim3(blocks(a.HV), static_cast<unsigned>(a.N)),
                          .block = static_cast<unsigned>(kernel.threads),
                          .shared = kernel.bytes,
                          .overlap = forced().overlap},
-                        stream, narrow);
+                        stream, narrow, static_cast<unsigned>(device.multiprocessors));
     } else {
       // More than 8 tokens: those of up to 16 from one frozen state, those of more by the recurrence. Which a request has may be known to cu_seqlens alone.
       const int warps = forced().warps >= 8 ? forced().warps : ring_warps(a, device);

@@ -126,7 +126,7 @@ SpreadKernel verify_spread(int block);  // ring mode of few heads, of 8 or 16 to
 SpreadKernel verify_sixteen(int warps);
 /// Of 8 tokens at most, where up to three heads share a multiprocessor: third.cuh.
 struct ThirdKernel {
-  void (*run)(SpreadCall) = nullptr;
+  void (*run)(SpreadCall, unsigned multiprocessors) = nullptr;
   int threads = 0;
   std::size_t bytes = 0;  // of shared memory
 };

@@ -45,8 +45,8 @@ __device__ __forceinline__ float transposed_sums(float (&x)[kTokens], int lane) 
 
 /// A lane's part of column j of the triangles: its rows below 4, or the others, of k and then of q. Rows of k, q and decays are kPitch apart, from the lane's four channels on. x ends as
 /// R_nj k_j for n = 8 (with kLower). Rows that are no token's are worked on too, and go nowhere that is read. Loads come first, and no branch between them.
-template <bool kLower, int kPitch>
-__device__ __forceinline__ void column_terms(const float* keys, const float* queries, const float* decays, int j, float (&x)[4],
+template <bool kLower, int kPitch, class Key>
+__device__ __forceinline__ void column_terms(const Key* keys, const Key* queries, const float* decays, int j, float (&x)[4],
                                              float (&sums)[kTokens]) {
   constexpr int kRows = kTokens / 2, kFirst = kLower ? kRows : 0;
   float before[3][4], decay[kRows][4], k[kRows][4], q[kRows][4];
@@ -133,30 +133,26 @@ __device__ __forceinline__ void multiply(float (&d)[4], const float4& a, float b
         "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)), "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
 }
 
-/// P and Q of two tiles of 8 rows, over all channels or half of them. Lane (g, t) reads row g of S0, and ends with token g: rows 2 t and 2 t + 1 of
-/// P and of Q. A tile's row r is the head's 4 tile + r / 2 of the lower or upper half.
-template <class M>
-__device__ __forceinline__ void multiply_state(M& s, int warp, int lane) {
-  constexpr bool kShared = M::kWorkers == 16;
-  const int tile0 = warp % 8 * 2, half = kShared ? warp / 8 : 0, g = lane / 4, t = lane % 4;
-  float total[2][4], pair[2][4];
-  const float* const from = s.row(4 * tile0 + g / 2 + (g & 1) * kHalf) + 4 * t + half * kHalf;
-  const float4* const operands = &operand(s, half * 8, lane);
+/// P and Q of tiles of 8 rows, over kQuarters quarters of the channels. rows: the lane's row of the first tile, from its four channels on (lane % 4);
+/// the next tile is `pitch` on. operands: the lane's. Lane (g, t) reads row g of S0, and ends with token g: rows 2 t and 2 t + 1 of P and of Q.
+template <int kTiles, int kQuarters>
+__device__ __forceinline__ void product(const float* rows, int pitch, const float4* operands, float (&total)[kTiles][4]) {
+  float pair[kTiles][4];
 #pragma unroll
-  for (int quarter = 0; quarter < (kShared ? 2 : 4); ++quarter) {
-    float main[2][4], cross[2][4];
+  for (int quarter = 0; quarter < kQuarters; ++quarter) {
+    float main[kTiles][4], cross[kTiles][4];
 #pragma unroll
     for (int i = 2 * quarter; i < 2 * quarter + 2; ++i) {
-      float4 x[2];
+      float4 x[kTiles];
 #pragma unroll
-      for (int j = 0; j < 2; ++j) x[j] = *reinterpret_cast<const float4*>(from + j * 4 * kDim + 16 * i);
+      for (int j = 0; j < kTiles; ++j) x[j] = *reinterpret_cast<const float4*>(rows + j * pitch + 16 * i);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const bool first = i == 2 * quarter && h == 0;
         const float4 y = operands[(2 * i + h) * 32], large = make_float4(truncated(y.x), truncated(y.y), truncated(y.z), truncated(y.w)),
                      small = make_float4(y.x - large.x, y.y - large.y, y.z - large.z, y.w - large.w);
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
+        for (int j = 0; j < kTiles; ++j) {
           const float b0 = h ? x[j].z : x[j].x, b1 = h ? x[j].w : x[j].y, large0 = truncated(b0), large1 = truncated(b1);
           multiply(cross[j], small, large0, large1, first);
           multiply(main[j], large, large0, large1, first);
@@ -165,7 +161,7 @@ __device__ __forceinline__ void multiply_state(M& s, int warp, int lane) {
       }
     }
 #pragma unroll
-    for (int j = 0; j < 2; ++j)
+    for (int j = 0; j < kTiles; ++j)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float sum = main[j][e] + cross[j][e];
@@ -173,6 +169,15 @@ __device__ __forceinline__ void multiply_state(M& s, int warp, int lane) {
         if (quarter % 2) total[j][e] = quarter > 1 ? total[j][e] + pair[j][e] : pair[j][e];
       }
   }
+}
+/// Of a warp's two tiles: over all channels, or half of them. A tile's row r is the head's 4 tile + r / 2 of the lower or upper half.
+template <class M>
+__device__ __forceinline__ void multiply_state(M& s, int warp, int lane) {
+  constexpr bool kShared = M::kWorkers == 16;
+  const int tile0 = warp % 8 * 2, half = kShared ? warp / 8 : 0, g = lane / 4, t = lane % 4;
+  float total[2][4];
+  product<2, kShared ? 2 : 4>(s.row(4 * tile0 + g / 2 + (g & 1) * kHalf) + 4 * t + half * kHalf, 4 * kDim, &operand(s, half * 8, lane),
+                              total);
   float* const to = kShared && half ? s.halves : s.keys[0][0];
 #pragma unroll
   for (int j = 0; j < 2; ++j) {

@@ -93,6 +93,9 @@ struct Shared {
 };
 
 __device__ __forceinline__ void row_of_four(const float* row, float (&x)[4]) { unpack(*reinterpret_cast<const Quad<float>*>(row), x); }
+__device__ __forceinline__ void row_of_four(const bfloat16* row, float (&x)[4]) {
+  unpack(*reinterpret_cast<const Quad<bfloat16>*>(row), x);
+}
 __device__ __forceinline__ void row_of_eight(const float* row, float (&x)[8]) {
   const float4 y = *reinterpret_cast<const float4*>(row), z = *reinterpret_cast<const float4*>(row + 4);
   x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w, x[4] = z.x, x[5] = z.y, x[6] = z.z, x[7] = z.w;

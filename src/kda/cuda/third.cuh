@@ -4,31 +4,34 @@
 // whole. 75 KiB of shared memory a head, of which 64 are its state.
 //   tokens     come by asynchronous copies, half a warp a row, where they are if all requests have as many; cu_seqlens may say otherwise later. One warp
 //              finds the head (all CTAs ask for the same few lines of indices) and asks for the windows of its slot
-//   each       a warp two tokens, of q and k or of v and gates, a lane four channels: convolution, gates, records, windows
+//   each       a warp two tokens, of q and k or of v and gates, a lane four channels: convolution, gates, records
 //   meeting    a warp half a column of the triangles, then the other half, or the operands of two tokens
 //   rows       a warp has 16 rows of the state from the bulk copies that bring them to the output, and waits for no other warp: the product on tensor
 //              cores; then a lane has a row, half the warp P and u, the other half Q and o, to which each token's u goes from the first; then a lane
 //              has four rows of a token. Warps meet once more, for the norm's sums of squares
-// The rows of the last three warps lie where tokens, keys, queries and decays lie before, so these are asked for when tokens have met. P, Q and o lie
-// on used-up rows of their warp. Strides are 32 bits of bytes. Sums are in the order of frozen.cuh, hence bits are equal.
+// The rows of the last three warps lie where tokens, keys, queries and decays lie before: they are asked for when tokens have met. P, Q and o lie on
+// used-up rows of their warp.
+// What memory is asked for in turn decides the time (decision 0012): a multiprocessor's first CTA asks for its states when it has found its head, the
+// second when its tokens are here, the third when they are prepared. Windows, a sixth of all bytes, leave by bulk copies from where their tokens came,
+// behind the states: stores of the warps that prepare tokens hold these up for thousands of cycles. Until tokens are asked for the call is read from
+// shared memory: parameters are cold, and instructions that name them wait for one line of 64 bytes after the other.
+// Sums are in the order of frozen.cuh, hence bits are equal.
 #include "kda/cuda/frozen.cuh"
+#include "kda/cuda/narrow.cuh"
 
 namespace specstate::kda::cuda::third {
 
 namespace ptx = specstate::cuda::ptx;
+using narrow::along, narrow::at, narrow::Found, narrow::Indices;
 using plain::column_terms, plain::kDim, plain::kTokens, plain::multiply, plain::place_of_taps, plain::row_of_eight, plain::row_of_four,
     plain::transposed_sums, plain::truncated;
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps, kRows = kDim / kWarps, kPiece = kRows / 2 * kDim, kHalf = kDim / 2 * kDim + 16;
-constexpr int kEarly = kWarps - 3;   // warps whose rows are not asked for late
-constexpr int kFinder = 3;           // the warp that finds the head
-constexpr int kConv = 4;             // inputs of a token's convolution
-constexpr int kPitch = kTokens + 4;  // of P and Q's rows
-
-struct Found {
-  int slot, row, begin, tokens, behind;  // tokens: less than 0 are so many of padding
-  int spare;                             // -1: room for what a later form may find
-};
+constexpr int kEarly = kWarps - 3;             // warps whose rows are not asked for late
+constexpr int kFinder = 3;                     // the warp that finds the head
+constexpr int kConv = 4;                       // inputs of a token's convolution
+constexpr int kPitch = kTokens + 4;            // of P and Q's rows
+enum When { kFound, kTokensHere, kPrepared };  // its states are asked for
 
 struct Shared {
   // Pieces of 8 rows: the first of each warp, then the second of each, 64 bytes further, so that reads of rows of both meet no bank twice.
@@ -51,24 +54,6 @@ struct Shared {
 };
 static_assert(sizeof(Shared) <= 228 * 1024 / 3 - 1024);
 
-__device__ __forceinline__ const char* along(const char* p, int i, int stride) { return p + static_cast<std::int64_t>(i) * stride; }
-__device__ __forceinline__ char* along(char* p, int i, int stride) { return p + static_cast<std::int64_t>(i) * stride; }
-template <class T>
-__device__ __forceinline__ const T& at(const char* p) {
-  return *reinterpret_cast<const T*>(p);
-}
-
-__device__ __forceinline__ Coming ask_index(const SpreadCall::Index& x, int request) {
-  Coming c = {request * x.without_step + x.without, 0};
-  const int* const p = reinterpret_cast<const int*>(along(reinterpret_cast<const char*>(x.data), request, x.step));
-  if (x.data) c.low = *p;
-  if (x.wide) c.high = p[1];
-  return c;
-}
-__device__ __forceinline__ int index_of(const SpreadCall::Index& x, const Coming& c) {
-  return x.wide && c.high != c.low >> 31 ? c.high >> 31 ^ 0x7FFFFFFF : c.low;
-}
-
 __device__ __forceinline__ void clear(const SpreadCall& a, int begin, int end, int hv) {
   char* const to = along(a.out, hv, a.out_head) + static_cast<int>(threadIdx.x) % kDim * 2;
   for (int t = begin + static_cast<int>(threadIdx.x) / kDim; t < end; t += kThreads / kDim)
@@ -81,6 +66,14 @@ __device__ __forceinline__ void renew(int& warp, int& lane) {
   warp = uniform(thread / 32), lane = thread % 32;
 }
 
+/// CTAs are dealt one a multiprocessor, and then the next. Found where it is asked for, not before: what it reads is cold.
+__device__ __forceinline__ When when_asked(unsigned multiprocessors) {
+  unsigned x, y;
+  asm volatile("mov.u32 %0, %%ctaid.x;\n\tmov.u32 %1, %%ctaid.y;" : "=r"(x), "=r"(y));
+  const unsigned number = y * gridDim.x + x;
+  return number < multiprocessors ? kFound : 2 * multiprocessors <= number && number < 3 * multiprocessors ? kPrepared : kTokensHere;
+}
+
 /// This warp's 16 rows of the state.
 __device__ __forceinline__ void request_rows(const char* state, Shared& s, int warp, int lane) {
   if (lane == 0) {
@@ -90,6 +83,17 @@ __device__ __forceinline__ void request_rows(const char* state, Shared& s, int w
     ptx::bulk_load(s.piece(warp, 1), from + kPiece * 4, kPiece * 4, &s.rows_here[warp]);
   }
   __syncwarp();
+}
+
+/// The windows of this warp's two tokens, from where the tokens came.
+__device__ __forceinline__ void store_windows(const SpreadCall& a, Shared& s, const Found& it, int warp, int lane, int h, int hv, int n) {
+  const int t = warp % 4 * 2 + lane / 3 % 2, w = lane % 3, kind = warp < 4 ? lane / 6 : 2 + lane / 6;
+  const SpreadCall::Channel& x = a.channels[min(kind, 2)];
+  if (kind < (warp < 4 ? 2 : 3) && t < n && x.windows && (kind == 2 || hv == h * static_cast<int>(a.by_group.by)))
+    ptx::bulk_store(along(along(along(along(x.windows, it.row, x.windows_row), kind < 2 ? h : hv, x.windows_head), t, x.windows_step), w,
+                          x.windows_tap),
+                    s.stage(kind) + (t + 1 + w) * kDim, kDim * 2);
+  ptx::bulk_commit();
 }
 
 /// Half of column j of the triangles; see frozen.cuh.
@@ -148,40 +152,8 @@ __device__ __forceinline__ void operands(const SpreadCall& a, Shared& s, int t, 
 /// P and Q of this warp's rows, in the place of the rows: [P, Q][row][token], rows kPitch apart.
 __device__ __forceinline__ void multiply_rows(Shared& s, int warp, int lane) {
   const int g = lane / 4, t = lane % 4;
-  float total[2][4], pair[2][4];
-  const float* const from = s.piece(warp, g & 1) + g / 2 * kDim + 4 * t;  // of the first tile; the second four rows on
-  const float4* const operands = reinterpret_cast<const float4*>(s.operand) + lane;
-#pragma unroll
-  for (int quarter = 0; quarter < 4; ++quarter) {
-    float main[2][4], cross[2][4];
-#pragma unroll
-    for (int i = 2 * quarter; i < 2 * quarter + 2; ++i) {
-      float4 x[2];
-#pragma unroll
-      for (int j = 0; j < 2; ++j) x[j] = *reinterpret_cast<const float4*>(from + j * 4 * kDim + 16 * i);
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const bool first = i == 2 * quarter && h == 0;
-        const float4 y = operands[(2 * i + h) * 32], large = make_float4(truncated(y.x), truncated(y.y), truncated(y.z), truncated(y.w)),
-                     small = make_float4(y.x - large.x, y.y - large.y, y.z - large.z, y.w - large.w);
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const float b0 = h ? x[j].z : x[j].x, b1 = h ? x[j].w : x[j].y, large0 = truncated(b0), large1 = truncated(b1);
-          multiply(cross[j], small, large0, large1, first);
-          multiply(main[j], large, large0, large1, first);
-          multiply(cross[j], large, b0 - large0, b1 - large1);
-        }
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < 2; ++j)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float sum = main[j][e] + cross[j][e];
-        pair[j][e] = quarter % 2 ? pair[j][e] + sum : sum;
-        if (quarter % 2) total[j][e] = quarter > 1 ? total[j][e] + pair[j][e] : pair[j][e];
-      }
-  }
+  float total[2][4];
+  plain::product<2, 4>(s.piece(warp, g & 1) + g / 2 * kDim + 4 * t, 4 * kDim, reinterpret_cast<const float4*>(s.operand) + lane, total);
   __syncwarp();
   float* const to = s.piece(warp, 0) + t * kPitch + g;
 #pragma unroll
@@ -230,16 +202,18 @@ __device__ __forceinline__ void multiply_rows_few(Shared& s, int warp, int lane)
   __syncwarp();
 }
 
-__global__ void __launch_bounds__(kThreads, 3) kernel(const __grid_constant__ SpreadCall a) {
+__global__ void __launch_bounds__(kThreads, 3) kernel(const __grid_constant__ SpreadCall a, unsigned multiprocessors) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) char memory[];
   Shared& s = *reinterpret_cast<Shared*>(memory);
   int warp, lane;
   renew(warp, lane);
-  {  // The parameters: a first read of 64 bytes is a miss, so warps take them all at the same time. What is read goes where nothing is yet.
-    constexpr int kLines = (sizeof(SpreadCall) + 63) / 64;
-    if (const int line = lane * kWarps + warp; line < kLines)
-      reinterpret_cast<std::uint64_t*>(s.squares)[line] = reinterpret_cast<const std::uint64_t*>(&a)[line * 8];
+  {  // The call: instructions that name a parameter miss 64 bytes at a time, one after the other; so all come at once, to where v will be.
+    constexpr int kWords = sizeof(SpreadCall) / 8;
+    static_assert(kWords <= 10 * 8 && sizeof(SpreadCall) % 8 == 0 && sizeof(SpreadCall) <= sizeof(s.v));
+    const int word = lane < 8 ? warp * 8 + lane : (warp + 8) * 8 + lane - 8;
+    if (lane < (warp < 2 ? 16 : 8) && word < kWords)
+      reinterpret_cast<std::uint64_t*>(s.v)[word] = reinterpret_cast<const std::uint64_t*>(&a)[word];
   }
   if (lane == 0) {
     ptx::barrier_init(&s.rows_here[warp], 1);
@@ -249,20 +223,14 @@ __global__ void __launch_bounds__(kThreads, 3) kernel(const __grid_constant__ Sp
   __syncthreads();
   wait_for_predecessor();
   launch_successor();
-  const int hv = static_cast<int>(blockIdx.x), request = static_cast<int>(blockIdx.y), h = quotient(hv, a.by_group);
-
-  // What is asked for first comes first: so the indices (by one warp, since all CTAs ask for the same few lines), then what needs none, then what the
-  // slot has.
-  Coming index[SpreadCall::kIndices] = {};
-  if (warp == kFinder)
-#pragma unroll
-    for (int i = 0; i < SpreadCall::kIndices; ++i) index[i] = ask_index(a.index[i], request);
-  const int d = lane * 4, guess = request * a.each;
+  const SpreadCall& quick = *reinterpret_cast<const SpreadCall*>(s.v);  // until tokens are asked for
+  const int hv = static_cast<int>(blockIdx.x), request = static_cast<int>(blockIdx.y), h = quotient(hv, quick.by_group);
+  const int d = lane * 4, each = quick.each, guess = request * each;
   Quad<bfloat16> gate = {};
   unsigned logit = 0;                            // bits, not yet widened: to look at a load's result is to wait for it
   const int mine = warp * kRows + lane % 4 * 4;  // at the end: four rows of token lane / 4
   // q and k by the first four warps, v and gates by the others, half a warp a row.
-  const auto ask_tokens = [&](int begin, int n) {
+  const auto ask_tokens = [&](const SpreadCall& a, int begin, int n) {
     const int i = warp % 4 * 2 + lane / 16, e = lane % 16;
     const auto ask = [&](int kind, const char* from, int head, int head_stride, int token_stride) {
       ptx::copy_async(s.stage(kind) + (i + (kind < 3 ? kConv - 1 : 0)) * kDim + e * 8,
@@ -283,49 +251,55 @@ __global__ void __launch_bounds__(kThreads, 3) kernel(const __grid_constant__ Sp
       logit = a.logit_bf16 ? at<std::uint16_t>(p) : at<unsigned>(p);
     }
   };
-  ask_tokens(guess, a.each);
-  if (a.conv) {
-    const int channel = static_cast<int>(threadIdx.x) % kDim;
-    float4* const to = s.taps() + place_of_taps(channel);
-    const auto ask_taps = [&](int c) {
-      ptx::copy_async(to + c * kDim, along(a.channels[c].taps + channel * 16, c < 2 ? h : hv, a.channels[c].taps_head));
-    };
-    if (warp < 4)
-      ask_taps(0), ask_taps(2);
-    else
-      ask_taps(1);
-  }
   Quad<float> bias = {};
   unsigned a_log = 0;
-  if (warp >= 4) {
-    bias = at<Quad<float>>(along(a.bias + d * 4, hv, a.bias_head));
-    const char* const p = along(a.a_log, hv, a.a_log_head);
-    a_log = a.a_log_bf16 ? at<std::uint16_t>(p) : at<unsigned>(p);
-  }
-  ptx::copy_async_commit();
-  if (warp == kFinder) {
-    const int slot = index_of(a.index[SpreadCall::kSlot], index[SpreadCall::kSlot]);
-    const bool good = a.null_slot < slot && slot < a.pool;
-    Found f = {slot,
-               index_of(a.index[SpreadCall::kRow], index[SpreadCall::kRow]),
-               index_of(a.index[SpreadCall::kBegin], index[SpreadCall::kBegin]),
-               0,
-               index_of(a.index[SpreadCall::kBehind], index[SpreadCall::kBehind]),
-               -1};
-    const int end = index_of(a.index[SpreadCall::kEnd], index[SpreadCall::kEnd]);
-    f.tokens = 0 <= f.begin && f.begin <= end && end <= a.T ? end - f.begin : 0;
-    if (!good || f.row < 0 || f.row >= a.row_count || f.tokens > a.steps) f.tokens = -f.tokens;
+  const auto ask = [&](const SpreadCall& a) {
+    ask_tokens(a, guess, each);
+    if (a.conv) {
+      const int channel = static_cast<int>(threadIdx.x) % kDim;
+      float4* const to = s.taps() + place_of_taps(channel);
+      const auto ask_taps = [&](int c) {
+        ptx::copy_async(to + c * kDim, along(a.channels[c].taps + channel * 16, c < 2 ? h : hv, a.channels[c].taps_head));
+      };
+      if (warp < 4)
+        ask_taps(0), ask_taps(2);
+      else
+        ask_taps(1);
+    }
+    if (warp >= 4) {
+      bias = at<Quad<float>>(along(a.bias + d * 4, hv, a.bias_head));
+      const char* const p = along(a.a_log, hv, a.a_log_head);
+      a_log = a.a_log_bf16 ? at<std::uint16_t>(p) : at<unsigned>(p);
+    }
+    ptx::copy_async_commit();
+  };
+  if (warp != kFinder) {
+    ask(quick);
+  } else {  // on a branch of its own: where it met the others, it would wait for indices before it asks for its tokens
+    Indices indices;
+    indices.ask<false>(quick, request);
+    ask(quick);
+    const Found f = indices.found(quick);
+    const int slot = f.slot;
+    const bool good = quick.null_slot < slot && slot < quick.pool;
     if (lane == 0) s.found = f;
-    if (a.conv && good)
+    if (quick.conv && good)
 #pragma unroll
       for (int i = 0; i < (3 * (kConv - 1) + 1) / 2; ++i) {  // half a warp a row
         const int row = 2 * i + lane / 16, kind = row / (kConv - 1), w = row % (kConv - 1), e = lane % 16;
-        const SpreadCall::Channel& x = a.channels[min(kind, 2)];
+        const SpreadCall::Channel& x = quick.channels[min(kind, 2)];
         if (kind < 3)
           ptx::copy_async(s.stage(kind) + w * kDim + e * 8,
                           along(along(along(x.window + e * 16, slot, x.window_slot), kind < 2 ? h : hv, x.window_head), w, x.window_tap));
       }
     ptx::copy_async_arrive(&s.windows_here);
+    if (when_asked(multiprocessors) == kFound && f.tokens > 0 && !f.padding) {
+      const char* const from = along(along(quick.state, slot, quick.state_slot), hv, quick.state_head);
+      if (lane < kEarly) ptx::barrier_expect(&s.rows_here[lane], 2 * kPiece * 4);
+      __syncwarp();
+      if (lane < 2 * kEarly) ptx::bulk_load(s.piece(lane / 2, lane % 2), from + lane * (kPiece * 4), kPiece * 4, &s.rows_here[lane / 2]);
+      __syncwarp();
+    }
   }
   if (warp == kFinder)
     ptx::copy_async_commit(), ptx::copy_async_wait<1>();
@@ -335,16 +309,17 @@ __global__ void __launch_bounds__(kThreads, 3) kernel(const __grid_constant__ Sp
   __syncthreads();
   const Found it = s.found;
   if (it.behind >= 0 && it.behind < a.T && request == 0) clear(a, it.behind, a.T, hv);  // tokens that belong to no request
-  if (it.tokens <= 0) {
-    clear(a, it.begin, it.begin - it.tokens, hv);
+  if (it.tokens <= 0 || it.padding) {
+    if (it.tokens > 0) clear(a, it.begin, it.begin + it.tokens, hv);
     ptx::barrier_wait(&s.windows_here, 0);  // they may have been asked for
     return;
   }
   const int n = it.tokens, slot = it.slot;
   const char* const state = along(along(a.state, slot, a.state_slot), hv, a.state_head);
-  if (warp < kEarly) request_rows(state, s, warp, lane);
-  if (it.begin != guess || n > a.each) {
-    ask_tokens(it.begin, n);
+  const When when = when_asked(multiprocessors);
+  if (when == kTokensHere && warp < kEarly) request_rows(state, s, warp, lane);
+  if (it.begin != guess || n > each) {
+    ask_tokens(a, it.begin, n);
     ptx::copy_async_commit(), ptx::copy_async_wait<0>();
     __syncthreads();
   }
@@ -366,7 +341,6 @@ __global__ void __launch_bounds__(kThreads, 3) kernel(const __grid_constant__ Sp
   const auto prepare = [&](auto kind_, const Quad<bfloat16>(&in)[kConv + 1]) {
     constexpr int kind = decltype(kind_)::value;
     const SpreadCall::Channel& x = a.channels[kind];
-    const int of = kind < 2 ? h : hv;
     Quad<bfloat16> raw[2] = {in[kConv - 1], in[kConv]};
     if (a.conv) {
       Quad<float> taps[4];
@@ -387,24 +361,12 @@ __global__ void __launch_bounds__(kThreads, 3) kernel(const __grid_constant__ Sp
         unpack(raw[i], y);
         *reinterpret_cast<float4*>((kind ? s.key(t + i) : s.query(t + i)) + d) = make_float4(y[0], y[1], y[2], y[3]);
       }
-    if (kind == 2 || first_of_group) {
-      if (x.windows) {
-        char* to = along(along(along(x.windows + d * 2, it.row, x.windows_row), of, x.windows_head), t, x.windows_step);
+    if (kind > 0 && x.raw && (kind == 2 || first_of_group)) {
+      char* to = along(along(along(x.raw + d * 2, slot, x.raw_slot), kind < 2 ? h : hv, x.raw_head), t, x.raw_step);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          if (t + i < n)
-#pragma unroll
-            for (int w = 0; w < kConv - 1; ++w) *reinterpret_cast<Quad<bfloat16>*>(along(to, w, x.windows_tap)) = in[i + w + 1];
-          to += x.windows_step;
-        }
-      }
-      if (kind > 0 && x.raw) {
-        char* to = along(along(along(x.raw + d * 2, slot, x.raw_slot), of, x.raw_head), t, x.raw_step);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          if (t + i < min(n, a.L)) *reinterpret_cast<Quad<bfloat16>*>(to) = raw[i];
-          to += x.raw_step;
-        }
+      for (int i = 0; i < 2; ++i) {
+        if (t + i < min(n, a.L)) *reinterpret_cast<Quad<bfloat16>*>(to) = raw[i];
+        to += x.raw_step;
       }
     }
   };
@@ -439,6 +401,8 @@ __global__ void __launch_bounds__(kThreads, 3) kernel(const __grid_constant__ Sp
   }
   __syncthreads();
 
+  if (when == kPrepared && warp < kEarly) request_rows(state, s, warp, lane);
+
   // Tokens meet.
   if (warp < n && n > kTokens / 2) column<true>(a, s, warp, lane);
   if (warp < kTokens / 2) {
@@ -447,6 +411,8 @@ __global__ void __launch_bounds__(kThreads, 3) kernel(const __grid_constant__ Sp
     operands(a, s, t0, n <= kTokens / 2, lane);
   }
   ptx::fence_async();
+  if (a.conv && t < n) store_windows(a, s, it, warp, lane, h, hv, n);
+  ptx::bulk_wait_read<0>();
   __syncthreads();
   if (warp >= kEarly) request_rows(state, s, warp, lane);
   renew(warp, lane);  // what depends on these is found anew, so that it takes no registers from the beginning on
@@ -478,15 +444,20 @@ __global__ void __launch_bounds__(kThreads, 3) kernel(const __grid_constant__ Sp
     row_of_eight(s.beta, beta), row_of_eight(s.fk, fk);
 #pragma unroll
     for (int i = 0; i < kTokens; ++i) v[i] = core::to_float(s.v[i][warp * kRows + row]);
+    const auto along_tokens = [&](auto count) {  // no branch between tokens: what is behind the last one goes nowhere that is read
 #pragma unroll
-    for (int j = 0; j < kTokens; ++j) {
-      if (j >= found.tokens) break;
-      float c[kTokens];
-      row_of_eight(s.triangle[j][which], c);
-      const float x = beta[j] * fmaf(-fk[j], start[j] + sum[j], v[j]), u = __shfl_sync(kAll, x * fk[j], row);
+      for (int j = 0; j < count; ++j) {
+        float c[kTokens];
+        row_of_eight(s.triangle[j][which], c);
+        const float x = beta[j] * fmaf(-fk[j], start[j] + sum[j], v[j]), u = __shfl_sync(kAll, x * fk[j], row);
 #pragma unroll
-      for (int i = j; i < kTokens; ++i) sum[i] = fmaf(c[i], u, sum[i]);
-    }
+        for (int i = j; i < count; ++i) sum[i] = fmaf(c[i], u, sum[i]);
+      }
+    };
+    if (found.tokens > kTokens / 2)
+      along_tokens(std::integral_constant<int, kTokens>());
+    else
+      along_tokens(std::integral_constant<int, kTokens / 2>());
     float fq[kTokens];
     row_of_eight(s.fq, fq);
     if (which)
