@@ -62,7 +62,7 @@ def render(root=ROOT):
              "| | device, date | sources | passed | failed | skipped | compute-sanitizer |", "| --- | --- | --- | --- | --- | --- | --- |"]  # fmt: skip
     for family, e in sorted(evidence.items()):
         name = "sglang's own tests of our functions" if family == "sglang" else f"`{family}`"
-        lines.append(f"| {name} | {e['device']}, {e['date']} | {e['source_digest']} | {e['passed']} | {e['failed']} | {e['skipped']} | {tools_of(e) if family != 'sglang' else ''} |")
+        lines.append(f"| {name} | {str(e['devices']) + ' x ' if e.get('devices', 1) > 1 else ''}{e['device']}, {e['date']} | {e['source_digest']} | {e['passed']} | {e['failed']} | {e['skipped']} | {tools_of(e) if family != 'sglang' else ''} |")
     bad = [x for _, e in sorted(evidence.items()) for x in e.get("not_passed", [])]
     skips = {}
     for e in evidence.values():

@@ -71,19 +71,19 @@ def environment(jobs):
 
 
 @contextlib.contextmanager
-def shared(wanted):
-    """The environment of programs that share the GPU; empty where the service does not start."""
+def shared(wanted, gpu=""):
+    """The environment of programs that share one GPU, as CUDA_VISIBLE_DEVICES names it; empty where the service does not start."""
     control = shutil.which("nvidia-cuda-mps-control")
     if not wanted or not control:
         yield {}
         return
     with tempfile.TemporaryDirectory() as folder:
         e = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
-        said = subprocess.run([control, "-d"], env=dict(os.environ, **e), capture_output=True, text=True)
+        said = subprocess.run([control, "-d"], env=dict(os.environ, **e, **({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})), capture_output=True, text=True)
         if said.returncode:
             print(f"gpu_test: the GPU is not shared: {(said.stdout + said.stderr).strip()}")
         try:
-            yield {} if said.returncode else e
+            yield {} if said.returncode else {**e, "CUDA_VISIBLE_DEVICES": "0"}  # the only one that the service has
         finally:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 subprocess.run([control], input="quit\n", env=dict(os.environ, **e), capture_output=True, text=True, timeout=10)
@@ -287,7 +287,9 @@ def main():
 
     tasks = longest_first(tasks, lambda task: task[0])
     with contextlib.ExitStack() as stack:
-        service, of_tools, of_planted = (stack.enter_context(shared(wanted)) for wanted in (options.share, *[options.share == "all"] * 2))
+        gpus = visible_gpus()  # of several the tests have the first, the tools the last; what runs apart sees all
+        service = stack.enter_context(shared(options.share, gpus[0]))
+        of_tools, of_planted = (stack.enter_context(shared(options.share == "all", gpus[-1])) for _ in range(2))
         pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(options.jobs))
 
         def left():
