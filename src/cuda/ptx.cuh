@@ -97,6 +97,21 @@ __device__ __forceinline__ void fence_barriers() { SPECSTATE_SM90(asm volatile("
 __device__ __forceinline__ void barrier_arrive(std::uint64_t* barrier) {
   SPECSTATE_SM90(asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared(barrier)) : "memory"));
 }
+/// The same and barrier_wait() by address.
+__device__ __forceinline__ void barrier_arrive_at(std::uint32_t barrier) {
+  SPECSTATE_SM90(asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"));
+}
+__device__ __forceinline__ void barrier_wait_at(std::uint32_t barrier, std::uint32_t parity) {
+  SPECSTATE_SM90(
+      asm volatile("{\n"
+                   ".reg .pred done;\n"
+                   "again:\n"
+                   "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+                   "@!done bra again;\n"
+                   "}\n" ::"r"(barrier),
+                   "r"(parity)
+                   : "memory"));
+}
 /// Arrives, and lets the phase also wait for `bytes` of bulk copies.
 __device__ __forceinline__ void barrier_expect(std::uint64_t* barrier, std::uint32_t bytes) {
   SPECSTATE_SM90(asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared(barrier)), "r"(bytes) : "memory"));

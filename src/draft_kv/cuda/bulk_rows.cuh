@@ -1,17 +1,23 @@
 #pragma once
 // More than 128 rows: a matrix product bound by the tensor cores, whose epilogue costs them next to nothing.
 //
+// Blocks work in pairs (clusters of 2): both multiply by the same weights, which come to both at once, by multicast, and each has 128 rows of its own. So weights leave L2 once for two
+// tiles: in long calls the power limits the clock, and what is moved costs power. A pair's blocks fill each other's rings, so whoever has used a stage says so to both.
+//
 // A persistent block makes tiles of 128 rows x 160 columns (work.hpp says which): a head of K, which its norm wants whole, and quarters of heads of V (deal.hpp); heads of 64:
 // 128 columns in the order of heads. 160 columns cut the 2 x 40 heads of five layers into 64 places, so 256 rows are 128 tiles, one for each multiprocessor, and products of 64 x 160
 // ask for less of the shared memory than 64 x 128. Its warps have one of three jobs:
 //   groups 1 and 2     multiply 64 rows each, add up the runs, and leave the rounded tile in shared memory;
-//   warp 0 (or 0, 1)   fill the ring of stages (64 features): weights and rows by tensor map; rows that do not lie one behind the other by 16-byte copies that arrive at
-//                      the stage's barrier by themselves, so nobody waits for them but who multiplies;
+//   warp 0 (or 0, 1)   fill the ring of stages (64 features): weights and rows by tensor map; rows that do not lie one behind the other by 16-byte copies;
 //   the other warps    finish the tile before (norm, rotary, pool) out of shared memory while the next is multiplied.
-// A block's last tile has no next one: there each warp that multiplied finishes its own rows. The finishing code is a loop over pairs of rows, 16 lanes a row.
+// A block's last tile has no next one: there each warp that multiplied finishes its own 16 rows, 8 at a time. Whoever finishes reads the rounded sums as the tensor
+// cores leave them, 8 rows at a time, four lanes a row: a row's norm is two shuffles, and a word's partner in the rotary the same lane's (many_rows.cuh).
 //
-// Which rows are multiplied: all, as they lie, where there are no commit lengths: then one warp finds out, beside the products, which of them are written. Else the block makes the
-// list of up to kMarkedRows rows itself, before; longer calls bring a list.
+// Which rows are multiplied: all, as they lie, where there are no commit lengths: then the first stages are asked for before all else, by the warp that sets the barriers up. Else the
+// block itself lists the rows (up to kMarkedRows) that are not rejected, before; longer calls bring a list. Which of several rows that name one slot stands, and so is written, the warps
+// that finish find out beside the products, for the rows of their tile only (mark_tile).
+//
+// Registers: a tile's first run is summed where its sums will be, so nothing is set to zero and the second begins while the first one ends.
 #include "draft_kv/cuda/deal.hpp"
 #include "draft_kv/cuda/finish_rows.cuh"
 #include "draft_kv/cuda/many_rows.cuh"
@@ -32,7 +38,7 @@ static __device__ unsigned long long bulk_trace_of[132][16][8];
 #define SPECSTATE_BULK_MARK(tile, what, who) (void)0
 #endif
 
-inline constexpr int kMarkedRows = 1024;  // of which a block can find out by itself which are written
+inline constexpr int kMarkedRows = 1024;  // of which a block can find out by itself which are written, before all else
 
 template <int kHeadDim>
 struct Bulk {
@@ -44,6 +50,7 @@ struct Bulk {
   static constexpr std::size_t kRowBytes = std::size_t{kRows} * kDepth * 2, kUnitBytes = 16 * kStride, kOutBytes = 8 * kUnitBytes;
   static constexpr std::size_t kStage = kRowBytes + kQuarters * kQuarterBytes;
   static constexpr int kStages = 5;
+  static constexpr int kBuckets = 2 * kRows;       // of mark_tile()
   static constexpr int kLoaders = 64, kUnits = 8;  // threads; parts of 16 rows, those of a warp
 
   /// What a launch's columns are cut into; heads of 64: two a place.
@@ -51,14 +58,20 @@ struct Bulk {
 
   struct Tail {
     std::int64_t slot[kRows];  // of the tile that is finished: where its rows go, and by which angles they are turned
-    int position[kRows];
+    int position[kRows], place;
+    Work work;
     std::uint64_t full[kStages], empty[kStages], left[2], taken, placed, planned;
     unsigned kept[kMarkedRows / 32];  // rows of the launch that are written, a bit each
-    std::uint16_t row[kMarkedRows];   // of ctx: the list, where the block made it itself
+    union {
+      int bucket[kBuckets];  // of the tile's slots, while it is found out which row stands; then
+      struct {
+        float norm[128], eps[2];
+      } k;  // what the norm of its heads wants
+    };
+    std::uint16_t row[kMarkedRows];  // of ctx: the list, where the block made it itself
   };
-  static constexpr std::size_t kShared = 1024 + kStages * kStage + kOutBytes + sizeof(Tail);
+  static constexpr std::size_t kShared = kStages * kStage + kOutBytes + sizeof(Tail);
   static_assert(kShared <= 232448);
-  static_assert(kMarkedRows * 8 + 2 * kMarkedRows * 4 <= kOutBytes && kMarkedRows * 8 + 2 * kMarkedRows * 4 <= kStages * kStage);
 };
 
 /// Places in the workspace for what blocks hand on, and a flag for each warp that does. A flag is up when it holds the number of the launch, 64 random bits; who takes the sums
@@ -77,7 +90,6 @@ struct BulkShape {
   unsigned long long launch_number;  // not 0
   bool as_they_lie = false;          // row i of the launch is row i of its tiles
   bool listed = false;               // row i of ctx is row i of the list
-  bool gather = false;               // for measurements: even where rows lie one behind the other
 };
 
 __device__ __forceinline__ void touch(int argument) { asm volatile("" ::"r"(argument)); }
@@ -124,12 +136,13 @@ __global__ void __launch_bounds__(Bulk<kHeadDim>::kThreads, 1)
   using B = Bulk<kHeadDim>;
   constexpr int kRows = B::kRows, kStages = B::kStages, kUnits = B::kUnits, kSums = B::kSums, kStride = B::kStride,
                 kQuarters = B::kQuarters;
-  extern __shared__ unsigned char shared_memory[];
-  unsigned char* const memory = shared_memory + (-ptx::shared(shared_memory) & 1023);
+  extern __shared__ __align__(1024) unsigned char bulk_memory[];
+  unsigned char* const memory = bulk_memory;  // swizzled tiles lie at multiples of 1024 bytes
   unsigned char* const out = memory + kStages * B::kStage;
   auto& tail = *reinterpret_cast<typename B::Tail*>(out + B::kOutBytes);
   const int thread = threadIdx.x, group = thread / 128, warp = thread / 32 % 4, lane = thread % 32;
-  const int block = static_cast<int>(blockIdx.x), weight_row = p.first_layer * 2 * p.heads * kHeadDim;
+  const int rank = static_cast<int>(ptx::cluster_rank()), block = static_cast<int>(blockIdx.x), cluster = block / 2,
+            weight_row = p.first_layer * 2 * p.heads * kHeadDim;
   const Places& deal = shape.deal;
   SPECSTATE_BULK_MARK(15, 0, 128);
   {  // Arguments come from memory the first time, 64 bytes at a time and one after another: here every warp asks for others.
@@ -141,9 +154,15 @@ __global__ void __launch_bounds__(Bulk<kHeadDim>::kThreads, 1)
     else if (line < kHead + kShape)
       touch(reinterpret_cast<const int*>(&shape)[min(16 * (line - kHead), static_cast<int>(sizeof(BulkShape) / 4) - 1)]);
   }
-  const bool lies = shape.as_they_lie, marked = !shape.list;
+  const bool lies = shape.as_they_lie, marked = !shape.list, dense = lies || shape.listed;  // dense: rows lie one behind the other
   const auto work_of = [&](int count) {
-    return Work::of((count + kRows - 1) / kRows, deal.slots, shape.runs.count, block, static_cast<int>(gridDim.x), shape.parts != nullptr);
+    return Work::of((count + 2 * kRows - 1) / (2 * kRows), deal.slots, shape.runs.count, cluster, static_cast<int>(gridDim.x / 2),
+                    shape.parts != nullptr);
+  };
+  const auto piece_of = [&](const Work& work, int i) {  // of the two row tiles this block's
+    Piece piece = work.piece(i);
+    piece.row_tile = 2 * piece.row_tile + rank;
+    return piece;
   };
   // The row of weights where quarter i of a place begins; -1: it has no such quarter.
   const auto quarter_row = [&](int place, int i) {
@@ -156,29 +175,99 @@ __global__ void __launch_bounds__(Bulk<kHeadDim>::kThreads, 1)
     const int n = deal.v_begin(place) + i;
     return n < deal.v_begin(place + 1) ? weight_row + 32 * (n + (deal.by_quarters(n) + 1) * layer_width) : -1;
   };
-  if (thread == 0) {
-    for (int i = 0; i < kStages; ++i) ptx::barrier_init(&tail.empty[i], 8);
-    ptx::barrier_init(&tail.left[0], 128), ptx::barrier_init(&tail.left[1], 128), ptx::barrier_init(&tail.planned, 32);
-    ptx::fence_barriers();
-  } else if (thread >= 32 && thread < 64) {
-    // The first weights on their way to L2 while the list is made: this block's, if all rows are written, else another's.
-    if (const Work guess = work_of(p.rows.tokens); guess.pieces > 0 && lane < kQuarters) {
-      const Piece piece = guess.piece(0);
-      if (const int row = quarter_row(piece.place, lane); row >= 0)
-        for (int k = 0; k < kStages; ++k) prefetch_tile(quarters, (shape.runs.begin(piece.begin) + k) * kDepth, row);
+  const int finishers = dense ? 3 : 2;
+  // Few boxes a stage, all asked for by one thread: each takes it 130 cycles. What they are is found out by a lane each.
+  struct Columns {
+    int wide, quarter[kQuarters];  // rows of weights, -1: none; wide: those of the first four quarters, where they lie side by side
+    std::uint32_t bytes;
+  };
+  const auto columns_of = [&](int place) {
+    Columns c{};
+    const int own = lane < kQuarters ? quarter_row(place, lane) : -1;
+#pragma unroll
+    for (int j = 0; j < kQuarters; ++j) {
+      c.quarter[j] = __shfl_sync(~0u, own, j);
+      c.bytes += c.quarter[j] >= 0 ? static_cast<std::uint32_t>(B::kQuarterBytes) : 0;
     }
-  } else if (thread == 64) {
-    prefetch_map(weights), prefetch_map(quarters), prefetch_map(rows);
+    c.wide = c.quarter[3] == c.quarter[0] + 96 ? c.quarter[0] : -1;
+    return c;
+  };
+  const std::uint64_t keep = ptx::evict_last(), once = ptx::evict_first();
+  // Weights go to both blocks: of the five quarters block 0 asks for four where they lie side by side, else for three.
+  const auto load_weights = [&](const Columns& c, unsigned char* to, int feature, std::uint64_t* full) {
+    if (c.wide >= 0 && rank == 0) tile_load_to_all(to, weights, feature, c.wide, full, 3, once);
+#pragma unroll
+    for (int j = 0; j < kQuarters; ++j)
+      if (c.quarter[j] >= 0 && (c.wide < 0 ? (j >= 3) == (rank == 1) : j >= 4 && rank == 1))
+        tile_load_to_all(to + j * B::kQuarterBytes, quarters, feature, c.quarter[j], full, 3, once);
+  };
+  const auto load_stage = [&](const Columns& c, int stage, int k, int row) {
+    unsigned char* const to = memory + stage * B::kStage;
+    ptx::barrier_expect(&tail.full[stage], static_cast<std::uint32_t>(B::kRowBytes) + c.bytes);
+    load_weights(c, to + B::kRowBytes, k * kDepth, &tail.full[stage]);
+    tile_load(to, rows, k * kDepth, row, &tail.full[stage], keep);
+  };
+  const int row_begin = shape.listed ? 0 : static_cast<int>(p.rows.first);
+  bool waited = false;
+  int count = p.rows.tokens, ahead = 0;  // stages that are asked for before all else
+  if (thread < 32) {
+    if (lane == 0) {
+      prefetch_map(weights), prefetch_map(quarters), prefetch_map(rows);
+      for (int i = 0; i < kStages; ++i)
+        ptx::barrier_init(&tail.full[i], dense ? 1 : 1 + B::kLoaders), ptx::barrier_init(&tail.empty[i], 16);
+      ptx::barrier_init(&tail.left[0], 128), ptx::barrier_init(&tail.left[1], 128);
+      ptx::barrier_init(&tail.taken, 32 * finishers), ptx::barrier_init(&tail.placed, 32 * finishers);
+      ptx::barrier_init(&tail.planned, 32 * finishers);
+      ptx::fence_barriers();
+      if (ptx::shared(memory) % 1024) __trap();
+    }
+    __syncwarp();
+    ptx::cluster_arrive_relaxed();
+    SPECSTATE_BULK_MARK(15, 4, 0);
+    if (lies) {
+      const Work work = work_of(count);
+      if (lane == 0) tail.work = work;
+      if (work.pieces > 0) {
+        const Piece piece = piece_of(work, 0);
+        const Columns columns = columns_of(piece.place);
+        const int begin = shape.runs.begin(piece.begin), row = row_begin + first_row_of(piece.row_tile, count);
+        ahead = min(kStages, shape.runs.begin(piece.end) - begin);
+        ptx::wait_for_previous();
+        ptx::cluster_wait();  // the other block's barriers are there
+        waited = true;
+        if (lane == 0)
+          for (int k = 0; k < ahead; ++k) load_stage(columns, k, begin + k, row);
+        SPECSTATE_BULK_MARK(15, 5, 0);
+      }
+    }
+    __syncwarp();
+  } else {
+    ptx::cluster_arrive_relaxed();
+    if (thread < 64 && !lies) {
+      // The first weights on their way to L2 while the kernel before ends and the list is made: this block's, if all rows are written, else another's.
+      if (const Work guess = work_of(p.rows.tokens); guess.pieces > 0 && lane < kQuarters) {
+        const Piece piece = guess.piece(0);
+        if (const int row = quarter_row(piece.place, lane); row >= 0)
+          for (int k = 0; k < kStages; ++k) prefetch_tile(quarters, (shape.runs.begin(piece.begin) + k) * kDepth, row);
+      }
+      __syncwarp();
+    }
   }
   ptx::wait_for_previous();
   ptx::let_next_start();
   SPECSTATE_BULK_MARK(15, 1, 128);
-  int count = p.rows.tokens;
   if (!lies) {
     if (marked) {
-      auto* const slots = reinterpret_cast<std::int64_t*>(memory);  // in the ring's memory
-      mark_rows<B::kThreads>(p.rows, slots, reinterpret_cast<int*>(slots + kMarkedRows), tail.kept, block == 0, thread,
-                             [] { __syncthreads(); });
+      // Rows that are not in vain by themselves; which of several that name one slot stands is found out beside the products.
+      constexpr int kEach = (kMarkedRows + B::kThreads - 1) / B::kThreads;
+      bool stands[kEach];
+#pragma unroll
+      for (int e = 0; e < kEach; ++e) stands[e] = read_row(p.rows, thread + e * B::kThreads, block == 0).slot >= 0;
+#pragma unroll
+      for (int e = 0; e < kEach; ++e)
+        if (const unsigned bits = __ballot_sync(~0u, stands[e]); lane == 0 && thread + e * B::kThreads < kMarkedRows)
+          tail.kept[(thread + e * B::kThreads) / 32] = bits;
+      __syncthreads();
       int before = 32 * lane < count ? __popc(tail.kept[lane]) : 0;
       const int own = before;
 #pragma unroll
@@ -193,94 +282,137 @@ __global__ void __launch_bounds__(Bulk<kHeadDim>::kThreads, 1)
         if (bits >> lane & 1) tail.row[at + __popc(bits & ((1u << lane) - 1))] = static_cast<std::uint16_t>(32 * word + lane);
       }
       count = all;
-      ptx::fence_async();
     } else {
       count = *shape.list_count;
     }
   }
   SPECSTATE_BULK_MARK(15, 2, 128);
-  const bool dense = (lies || shape.listed || count == p.rows.tokens) && !shape.gather;  // rows lie one behind the other
-  const int finishers = dense ? 3 : 2;
-  if (thread == 0) {
-    for (int i = 0; i < kStages; ++i) ptx::barrier_init(&tail.full[i], dense ? 1 : 1 + B::kLoaders);
-    ptx::barrier_init(&tail.taken, 32 * finishers), ptx::barrier_init(&tail.placed, 32 * finishers);
-    ptx::fence_barriers();
-  }
+  if (!lies && thread == 32) tail.work = work_of(count);
+  __syncwarp();
+  if (!waited) ptx::cluster_wait();
   __syncthreads();
   SPECSTATE_BULK_MARK(15, 3, 128);
-  const Work work = work_of(count);
-  const int pieces = work.pieces, runs = shape.runs.count;
+  const Work& work = tail.work;
 
-  // 16 rows of the tile in `out`.
-  const auto finish = [&](int place, int unit, auto batch, auto ready) {
-    const unsigned char* const from = out + unit * B::kUnitBytes;
-    const int row = 16 * unit;
-    const bool has_k = kHeadDim == 64 || place < deal.k_heads;
-    if (has_k)
-      finish_rows<Io, kHeadDim, decltype(batch)::value>(
-          p, [&](int r, int byte) { return *reinterpret_cast<const uint2*>(from + r * kStride + byte); },
-          kHeadDim == 64 ? 2 * place : place + deal.by_heads(place) * p.heads, tail.slot + row, tail.position + row, 0,
-          2 * decltype(batch)::value, 16, ready);
-    else
-      ready();
-    if constexpr (kHeadDim == 128)
-      finish_quarters<Io>(
-          p, [&](int r, int byte) { return *reinterpret_cast<const uint4*>(from + r * kStride + (has_k ? 256 : 0) + byte); },
-          deal.v_begin(place), deal.v_count(place), tail.slot + row, 16, 0, 1);
+  // The heads of a place that need a norm (heads of 64: two, else one or none), and the number of the first.
+  constexpr int kHeads = 128 / kHeadDim;
+  const auto head_at = [&](int place, int n) {
+    if constexpr (kHeadDim == 64) return head_of(2 * place + n, p.heads);
+    const int layer = deal.by_heads(place);
+    return Head{layer, place - layer * p.heads, false};
+  };
+  const auto has_heads = [&](int place) { return kHeadDim == 64 || place < deal.k_heads; };
+  // 8 rows of a unit of the tile in `out`, from row 8 h on: one of its heads ...
+  const auto finish_head = [&](int place, int n, int unit, int h, int lane_here) {
+    constexpr int kWords = kHeadDim / 8;
+    const Head head = head_at(place, n);
+    const int q = lane_here % 4, row = 16 * unit + 8 * h + lane_here / 4;
+    float angle[1][32] = {};
+    if (!head.is_v) load_angles<kHeadDim>(p, p.first_layer + head.layer, tail.position[row], q, angle[0]);
+    std::uint32_t word[kWords];
+    load_words<kStride>(out + unit * B::kUnitBytes + 8 * h * kStride + 2 * kHeadDim * n, lane_here, word);
+    if (!head.is_v) {
+      float y[2 * kWords];
+#pragma unroll
+      for (int j = 0; j < kWords; ++j) from_io_pair<Io>(word[j], y[2 * j], y[2 * j + 1]);
+      finish_k<Io, kHeadDim, 1>(
+          p, angle, q, [&](int j, int, int e) -> float& { return y[2 * j + e]; }, tail.k.norm + kHeadDim * n, tail.k.eps[n]);
+#pragma unroll
+      for (int j = 0; j < kWords; ++j) word[j] = io_pair<Io>(y[2 * j], y[2 * j + 1]);
+    }
+    store_row<Io, kWords>(p, head, 0, tail.slot[row], q, [&](int j) { return word[j]; });
+  };
+  // ... and the quarters of V of all 16, kN of them before the first store, which might be to where they are, for all the compiler knows.
+  const auto finish_v = [&](int place, int unit, int lane_here, auto at_once) {
+    if constexpr (kHeadDim == 128) {
+      constexpr int kN = decltype(at_once)::value;
+      constexpr DType kType = std::is_same_v<Io, core::bfloat16> ? DType::kBFloat16 : DType::kFloat16;
+      const unsigned char* const from =
+          out + unit * B::kUnitBytes + lane_here / 4 * kStride + (has_heads(place) ? 256 : 0) + 16 * (lane_here % 4);
+      const bool native = p.v_wide && p.v_dtype == kType;
+      std::int64_t slot[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) slot[h] = tail.slot[16 * unit + 8 * h + lane_here / 4];
+      const int begin = deal.v_begin(place), count = deal.v_begin(place + 1) - begin;
+#pragma unroll 1
+      for (int n0 = 0; n0 < count; n0 += kN) {
+        uint4 x[kN][2];
+#pragma unroll
+        for (int i = 0; i < kN; ++i)
+#pragma unroll
+          for (int h = 0; h < 2; ++h)
+            if (n0 + i < count) x[i][h] = *reinterpret_cast<const uint4*>(from + 8 * h * kStride + 64 * (n0 + i));
+#pragma unroll
+        for (int i = 0; i < kN; ++i) {
+          if (n0 + i >= count) break;
+          const int v = begin + n0 + i, layer = deal.by_quarters(v), channel = 32 * (v % 4) + 8 * (lane_here % 4);
+          const Head head{layer, v / 4 - layer * p.heads, true};
+          const LayerPool& pool = p.target[1][layer].pool;
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const std::int64_t offset = pool_offset(pool, slot[h], head.index);
+            if (slot[h] < 0) continue;
+            if (native) {
+              *reinterpret_cast<uint4*>(static_cast<std::uint16_t*>(pool.data) + offset + channel) = x[i][h];
+            } else {
+              const std::uint32_t word[4] = {x[i][h].x, x[i][h].y, x[i][h].z, x[i][h].w};
+#pragma unroll
+              for (int part = 0; part < 2; ++part) {
+                float y[4];
+                from_io_pair<Io>(word[2 * part], y[0], y[1]), from_io_pair<Io>(word[2 * part + 1], y[2], y[3]);
+                store_channels(pool, p.v_dtype, p.v_wide, offset, channel + 4 * part, scale_of(p, head), y);
+              }
+            }
+          }
+        }
+      }
+    }
   };
 
   if (group == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 120;");
     if (warp < 4 - finishers) {
-      const std::uint64_t keep = ptx::evict_last(), once = ptx::evict_first();
-      int stage = 0;
-      std::uint32_t parity = 1;
-      // Few boxes, all asked for by one thread: each takes it 130 cycles.
-      struct Columns {
-        int wide, quarter[kQuarters];  // rows of weights, -1: none; wide: those of the first four quarters, where they lie side by side
-        std::uint32_t bytes;
+      const auto all_free = [&](int stage,
+                                std::uint32_t parity) {  // nobody leaves before the other block has arrived at all of its barriers
+        for (int k = 0; k < kStages && work.pieces > 0; ++k) {
+          ptx::barrier_wait(&tail.empty[stage], parity);
+          if (++stage == kStages) stage = 0, parity ^= 1;
+        }
       };
-      const auto columns_of = [&](int place) {
-        Columns c{};
-#pragma unroll
-        for (int j = 0; j < kQuarters; ++j) c.quarter[j] = quarter_row(place, j), c.bytes += c.quarter[j] >= 0 ? B::kQuarterBytes : 0;
-        c.wide = c.quarter[3] == c.quarter[0] + 96 ? c.quarter[0] : -1;
-        return c;
-      };
-      const auto load_weights = [&](const Columns& c, unsigned char* to, int feature, std::uint64_t* full) {
-        if (c.wide >= 0) tile_load(to, weights, feature, c.wide, full, once);
-#pragma unroll
-        for (int j = 0; j < kQuarters; ++j)
-          if (c.quarter[j] >= 0 && (j >= 4 || c.wide < 0))
-            tile_load(to + j * B::kQuarterBytes, quarters, feature, c.quarter[j], full, once);
-      };
+      int stage = ahead < kStages ? ahead : 0;
+      std::uint32_t parity = ahead < kStages;
       if (dense) {
-        const int row_begin = shape.listed ? 0 : static_cast<int>(p.rows.first);
-        for (int i = 0; thread == 0 && i < pieces; ++i) {
-          const Piece piece = work.piece(i);
+        for (int i = 0; i < work.pieces; ++i, ahead = 0) {
+          const Piece piece = piece_of(work, i);
           const Columns columns = columns_of(piece.place);
           const int end = shape.runs.begin(piece.end), row = row_begin + first_row_of(piece.row_tile, count);
-          for (int k = shape.runs.begin(piece.begin); k < end; ++k) {
-            unsigned char* const a = memory + stage * B::kStage;
+          for (int k = shape.runs.begin(piece.begin) + ahead; lane == 0 && k < end; ++k) {
             ptx::barrier_wait(&tail.empty[stage], parity);
-            ptx::barrier_expect(&tail.full[stage], static_cast<std::uint32_t>(B::kRowBytes) + columns.bytes);
-            load_weights(columns, a + B::kRowBytes, k * kDepth, &tail.full[stage]);
-            tile_load(a, rows, k * kDepth, row, &tail.full[stage], keep);
+            load_stage(columns, stage, k, row);
             if (++stage == kStages) stage = 0, parity ^= 1;
           }
+          stage = __shfl_sync(~0u, stage, 0), parity = __shfl_sync(~0u, parity, 0);
         }
       } else {
         const int place = thread % 8, first_row = thread / 8;  // and every eighth row from there
         const auto* const ctx = static_cast<const std::uint16_t*>(p.ctx) + p.rows.first * p.ctx_stride + place * 8;
-        for (int i = 0; i < pieces; ++i) {
-          const Piece piece = work.piece(i);
+        // A stage is there when this thread's copies for the two after it are on their way: the fence between copies and tensor cores is here, where nobody waits for it.
+        constexpr int kPending = 2;
+        int issued = 0, arrived = 0;
+        const auto arrive = [&] {
+          ptx::fence_async();
+          ptx::barrier_arrive(&tail.full[arrived]);
+          if (++arrived == kStages) arrived = 0;
+        };
+        for (int i = 0; i < work.pieces; ++i) {
+          const Piece piece = piece_of(work, i);
           const int begin = shape.runs.begin(piece.begin), end = shape.runs.begin(piece.end);
           const Columns columns = columns_of(piece.place);
           std::uint32_t from[kRows / 8];  // in pieces; a row beyond the last: any, nobody looks at its result
 #pragma unroll
           for (int j = 0; j < kRows / 8; ++j) {
             const int at = min(first_row_of(piece.row_tile, count) + first_row + 8 * j, count - 1);
-            const int row = marked ? (lies ? at : tail.row[at]) : shape.list[at].row;
+            const int row = marked ? tail.row[at] : shape.list[at].row;
             from[j] = static_cast<std::uint32_t>(row * (p.ctx_stride / 8));
           }
           const auto* column = reinterpret_cast<const uint4*>(ctx) + begin * (kDepth / 8);
@@ -295,68 +427,95 @@ __global__ void __launch_bounds__(Bulk<kHeadDim>::kThreads, 1)
             unsigned char* const to = a + first_row * 128 + ((place ^ first_row) << 4);
 #pragma unroll
             for (int j = 0; j < kRows / 8; ++j) ptx::copy_async(to + j * 1024, column + from[j]);
-            ptx::copy_async_arrive(&tail.full[stage]);
+            ptx::copy_async_commit();
+            if (++issued > kPending) ptx::copy_async_wait<kPending>(), arrive();
             if (++stage == kStages) stage = 0, parity ^= 1;
           }
         }
-        ptx::copy_async_commit();
         ptx::copy_async_wait<0>();
+        for (int left = min(issued, kPending); left > 0; --left) arrive();
       }
+      all_free(stage, parity);
     } else {
-      if (lies) {
-        if (warp == 1) {  // in the memory of the first tile that is left
-          auto* const slots = reinterpret_cast<std::int64_t*>(out);
-          mark_rows<32>(p.rows, slots, reinterpret_cast<int*>(slots + kMarkedRows), tail.kept, block == 0, lane, [] { __syncwarp(); });
-        }
-        if (warp == 1) ptx::barrier_arrive(&tail.planned);
-        ptx::barrier_wait(&tail.planned, 0);
-      }
-      std::uint32_t parity = 0;
+      std::uint32_t parity = 0, met = 0;
+      int marked_tile = -1;
+      const int thread_here = thread - 32 * (4 - finishers), threads_here = 32 * finishers, first = warp - (4 - finishers);
+      const auto meet = [&] {
+        ptx::barrier_arrive(&tail.planned);
+        ptx::barrier_wait(&tail.planned, met);
+        met ^= 1;
+      };
 #pragma unroll 1
-      for (int i = 0; i < pieces; ++i, parity ^= 1) {
-        const Piece piece = work.piece(i);
-        const int first = warp - (4 - finishers);
-        {  // where the rows of this warp's units go; their angles on their way to L2
-          __syncwarp();
-          const bool has_k = kHeadDim == 64 || piece.place < deal.k_heads;
-          const int layer = kHeadDim == 64 ? head_of(2 * piece.place, p.heads).layer
-                                           : (has_k ? deal.by_heads(piece.place) : deal.by_quarters(deal.v_begin(piece.place)));
-          const float* const angles = p.table + (p.first_layer + layer) * p.table_layer;
-          if (has_k && first == 0) {
-            const std::int64_t norm = (p.first_layer + layer) * p.norm_layer + 32 * lane * p.norm.stride;
-            if (32 * lane < kHeadDim) prefetch_l2(static_cast<const unsigned char*>(p.norm.data) + norm * size_of_value(p.norm.dtype));
-            if (lane == 31) prefetch_l2(static_cast<const float*>(p.eps.data) + (p.first_layer + layer) * p.eps.stride);
+      for (int i = 0; i < work.pieces; ++i, parity ^= 1) {
+        const Piece piece = piece_of(work, i);
+        const int tile_row = first_row_of(piece.row_tile, count);
+        meet();  // nobody finishes the tile before any more
+        // Where the tile's rows go.
+        if (!marked) {
+#pragma unroll 1
+          for (int r = thread_here; r < kRows; r += threads_here) {
+            const int at = tile_row + r;
+            const Row row = at >= piece.row_tile * kRows && at < count ? shape.list[at] : Row{-1, 0, 0};
+            tail.slot[r] = row.slot, tail.position[r] = row.position;
           }
-#pragma unroll
-          for (int j = 0; j < 2; ++j) {  // two units at a time
-            const int unit = first + finishers * (2 * j + lane / 16);
-            const int r = 16 * unit + lane % 16, at = first_row_of(piece.row_tile, count) + r;
-            const bool here = unit < kUnits && at >= piece.row_tile * kRows && at < count;
-            Row row{-1, 0, 0};
-            if (here) {
-              if (!marked)
-                row = shape.list[at];
-              else if (!lies)
-                row = read_row(p.rows, tail.row[at], false);
-              else if (tail.kept[at / 32] >> (at % 32) & 1)
-                row = read_row(p.rows, at, false);
-            }
-            if (unit < kUnits) tail.slot[r] = row.slot, tail.position[r] = row.position;
-            if (has_k && row.slot >= 0)
-              for (int column = 0; column < p.rotary_dim; column += 32) prefetch_l2(angles + row.position * p.table_row + column);
-          }
-          for (int v = 0; v < 2; ++v)  // where they go
-            if (lane == 0) touch(p.target[v][layer].pool);
-          __syncwarp();
+        } else if (marked_tile != piece.row_tile) {
+          mark_tile<kRows, B::kBuckets, kRows / 64>(
+              [&](int i) {
+                const std::int64_t at = p.rows.first + (lies ? i : tail.row[i]);
+                return p.rows.slots.data ? index_at(p.rows.slots, at, p.rows.width) : at;
+              },
+              [&](int i, bool raise) { return read_row(p.rows, lies ? i : tail.row[i], raise); }, count, tile_row, piece.row_tile * kRows,
+              tail.slot, tail.position, tail.bucket, thread_here, threads_here, meet);
+          marked_tile = piece.row_tile;
         }
-        if (i + 1 == pieces) {
+        if (thread_here == 0) tail.place = piece.place;
+        // What its heads want: weights of the norm here, angles on their way to L2, and, before a block's first, pages of the pool.
+        const bool has_k = has_heads(piece.place);
+        if (has_k) {
+#pragma unroll 1
+          for (int c = thread_here; c < 128; c += threads_here) {
+            const Head head = head_at(piece.place, c / kHeadDim);
+            const int layer = p.first_layer + head.layer;
+            if (head.is_v) continue;
+            tail.k.norm[c] = value_at(p.norm.data, p.norm.dtype, layer * p.norm_layer + c % kHeadDim * p.norm.stride);
+            if (c % kHeadDim == 0) tail.k.eps[c / kHeadDim] = static_cast<const float*>(p.eps.data)[layer * p.eps.stride];
+          }
+        }
+        meet();
+        const int layer = has_k ? head_at(piece.place, 0).layer : deal.by_quarters(deal.v_begin(piece.place));
+        const float* const angles = p.table + (p.first_layer + layer) * p.table_layer;
+        touch(p.target[0][layer].pool), touch(p.target[1][layer].pool);  // arguments that nobody has read yet, where rows of this tile go
+        const bool pages = i == 0 || i + 1 == work.pieces;
+#pragma unroll 1
+        for (int r = thread_here; r < kRows; r += threads_here) {
+          const std::int64_t slot = tail.slot[r];
+          if (slot < 0) continue;
+          if (has_k)
+            for (int column = 0; column < p.rotary_dim; column += 32) prefetch_l2(angles + tail.position[r] * p.table_row + column);
+#pragma unroll
+          for (int v = 0; v < 2; ++v) {
+            if (!pages || (v == 0 && !has_k)) continue;
+            const LayerPool& pool = p.target[v][layer].pool;
+            const DType dtype = v ? p.v_dtype : p.k_dtype;
+            const int bytes = dtype == DType::kFloat32 ? 4 : dtype == DType::kBFloat16 || dtype == DType::kFloat16 ? 2 : 1;
+            prefetch_l2(static_cast<const unsigned char*>(pool.data) + pool_offset(pool, slot, 0) * bytes);
+          }
+        }
+        __syncwarp();
+        if (i + 1 == work.pieces) {
           ptx::barrier_arrive(&tail.placed);
           break;
         }
         SPECSTATE_BULK_MARK(i, 4, 96);
 #pragma unroll 1
-        for (int unit = first; unit < kUnits; unit += finishers)
-          finish(piece.place, unit, std::integral_constant<int, 2>{}, [&] { ptx::barrier_wait(&tail.left[unit / (kUnits / 2)], parity); });
+        for (int unit = first; unit < kUnits; unit += finishers) {
+          ptx::barrier_wait(&tail.left[unit / (kUnits / 2)], parity);
+#pragma unroll 1
+          for (int part = 0; has_k && part < 2 * kHeads; ++part) {
+            finish_head(piece.place, part / 2, unit, part % 2, lane);
+          }
+          finish_v(piece.place, unit, lane, std::integral_constant<int, 1>{});
+        }
         SPECSTATE_BULK_MARK(i, 5, 96);
         __syncwarp();
         ptx::barrier_arrive(&tail.taken);
@@ -365,71 +524,59 @@ __global__ void __launch_bounds__(Bulk<kHeadDim>::kThreads, 1)
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 192;");
     const int side = group - 1;
-    int stage = 0, before = 0;
-    std::uint32_t parity = 0, taken = 1;
+    StageProducts<Io, B::kWide, 2> products{ptx::shared(memory),
+                                            B::kStage,
+                                            side * static_cast<std::uint32_t>(kRowTileBytes),
+                                            B::kRowBytes,
+                                            ptx::shared(tail.full),
+                                            ptx::shared(tail.empty),
+                                            kStages,
+                                            false};
+    std::uint32_t taken = 1;
+    bool finishes = false;
 #pragma unroll 1
-    for (int i = 0; i < pieces; ++i) {
+    for (int i = 0; i < work.pieces; ++i) {
       SPECSTATE_BULK_MARK(i, 0, 128);
+      SPECSTATE_BULK_MARK(i, 1, 128);
       float d[kSums], sum[kSums];
 #pragma unroll
-      for (int j = 0; j < kSums; ++j) sum[j] = 0, d[j] = 0;  // d: or the compiler takes it for alive from the tile before
-      int k, run, run_end;
-      bool takes;  // up what another block hands on
-      {
-        const Piece piece = work.piece(i);
-        run = piece.begin, run_end = piece.end, k = shape.runs.begin(run), takes = run > 0;
+      for (int j = 0; j < kSums; ++j) asm volatile("" : "=f"(d[j]), "=f"(sum[j]));  // or they are taken for alive from the tile before
+      const auto [begin, run_end] = work.range(i);
+      const bool more = begin + 1 < run_end;
+      // The first run is summed where the sums are; the second begins while it ends.
+      products.multiply(sum, false), products.next(), products.others(sum, shape.runs.length(begin));
+      if (more) {
+        products.multiply(d, false), product_wait_all_but_one(), products.release(), products.next();
+        products.others(d, shape.runs.length(begin + 1));
       }
-#pragma unroll 1
-      for (; run < run_end; ++run) {
-        const int end = shape.runs.begin(run + 1);
-        for (bool first = true; k < end; ++k, first = false) {
-          const unsigned char* const m = memory + stage * B::kStage;
-          ptx::barrier_wait(&tail.full[stage], parity);
-          if (!dense)
-            ptx::fence_async();  // the copies of others, which their barrier made visible to this thread, before what the tensor cores read
-          if (first && run == 0) SPECSTATE_BULK_MARK(i, 1, 128);
-          const std::uint64_t a = tile_descriptor(m + side * kRowTileBytes), b = tile_descriptor(m + B::kRowBytes);
-          product_fence();
-#pragma unroll
-          for (int s = 0; s < kDepth / 16; ++s) product_of<Io, B::kWide>(d, a + 2 * s, b + 2 * s, !first || s > 0);
-          product_commit();
-          if (!first) {
-            product_wait_all_but_one();
-            if (lane == 0) ptx::barrier_arrive(&tail.empty[before]);
-          }
-          before = stage;
-          if (++stage == kStages) stage = 0, parity ^= 1;
-        }
-        product_wait_for(d);
-        if (lane == 0) ptx::barrier_arrive(&tail.empty[before]);
-        if (takes && run + 1 == run_end) {
-          unsigned long long* const flag = shape.part_flags + (work.part() - 1) * kPartFlags + 4 * side + warp;
-          wait_for_part(flag, shape.launch_number);
-          add_part(part_of(shape.parts, work.part() - 1, thread - 128), sum);
-          __syncwarp();
-          if (lane == 0) *flag = 0;
-        }
+      product_wait_for(d), product_wait_for(sum), products.release();
+      if (begin > 0) {  // what another block hands on; no such piece has more than two runs
+        unsigned long long* const flag = shape.part_flags + (2 * (work.part() - 1) + rank) * kPartFlags + 4 * side + warp;
+        wait_for_part(flag, shape.launch_number);
+        add_part(part_of(shape.parts, 2 * (work.part() - 1) + rank, thread - 128), sum);
+        __syncwarp();
+        if (lane == 0) *flag = 0;
+      }
+      if (more) {
 #pragma unroll
         for (int j = 0; j < kSums; ++j) sum[j] += d[j];
       }
+      products.add_runs(sum, d, shape.runs, begin + 2, run_end);
       __syncwarp();
       SPECSTATE_BULK_MARK(i, 2, 128);
-      if (run_end < runs) {  // for the block after this one; the last piece
-        store_part(part_of(shape.parts, work.part(), thread - 128), sum);
+      if (run_end < shape.runs.count) {  // for the block after this one; the last piece
+        store_part(part_of(shape.parts, 2 * work.part() + rank, thread - 128), sum);
         __syncwarp();
-        if (lane == 0) raise_part(shape.part_flags + work.part() * kPartFlags + 4 * side + warp, shape.launch_number);
+        if (lane == 0) raise_part(shape.part_flags + (2 * work.part() + rank) * kPartFlags + 4 * side + warp, shape.launch_number);
         break;
       }
-      if (i > 0)
-        ptx::barrier_wait(&tail.taken, taken);
-      else if (lies)
-        ptx::barrier_wait(&tail.planned, 0);
+      if (i > 0) ptx::barrier_wait(&tail.taken, taken);
       taken ^= 1;
-      const Piece piece = work.piece(i);
       const int unit = 4 * side + warp;
       int lane_here;  // asked for again, so that nothing that follows from it is kept in registers while the products run
       asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane_here));
       if (p.bias.data) {
+        const Piece piece = piece_of(work, i);
 #pragma unroll
         for (int j = 0; j < kQuarters; ++j) {  // of a quarter each lane has one column
           const int row = quarter_row(piece.place, j) - weight_row, layer_width = 2 * p.heads * kHeadDim, layer = row / layer_width;
@@ -448,14 +595,26 @@ __global__ void __launch_bounds__(Bulk<kHeadDim>::kThreads, 1)
       leave_words<Io, kStride, B::kWide / 8>(out + unit * B::kUnitBytes, lane_here, sum);
       __syncwarp();
       SPECSTATE_BULK_MARK(i, 3, 128);
-      if (i + 1 < pieces) {
-        ptx::barrier_arrive(&tail.left[side]);
-      } else {
-        ptx::barrier_wait(&tail.placed, 0);
-        finish(piece.place, unit, std::integral_constant<int, 4>{}, [] {});
-        __syncwarp();
-      }
+      finishes = i + 1 == work.pieces;
+      if (!finishes) ptx::barrier_arrive(&tail.left[side]);
       SPECSTATE_BULK_MARK(i, 6, 128);
+    }
+    if (finishes) {  // behind the loop, or what only this wants would be kept in registers while the products run
+      ptx::barrier_wait(&tail.placed, 0);
+      SPECSTATE_BULK_MARK(13, 0, 128);
+      int lane_here;
+      asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane_here));
+      const int unit = 4 * side + warp, place = tail.place;
+      if (has_heads(place)) {
+#pragma unroll 1
+        for (int part = 0; part < 2 * kHeads; ++part) {
+          finish_head(place, part / 2, unit, part % 2, lane_here);
+          SPECSTATE_BULK_MARK(13, 1 + part, 128);
+        }
+      }
+      finish_v(place, unit, lane_here, std::integral_constant<int, kQuarters>{});
+      SPECSTATE_BULK_MARK(13, 3, 128);
+      SPECSTATE_BULK_MARK(work.pieces - 1, 6, 128);
     }
   }
 }

@@ -50,17 +50,17 @@ __device__ __forceinline__ void finish_feature_row(const Context& c, int row, bo
 #pragma unroll
   for (int j = 0; j < 16; j += 2) {
     const std::uint32_t pair[2] = {io_pair<Io>(y[2 * j], y[2 * j + 1]), io_pair<Io>(y[2 * j + 2], y[2 * j + 3])};
-    float word[2];
+    float word[1][2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float a, b;
       from_io_pair<Io>(pair[i], a, b);
-      word[i] = fmaf(b, b, a * a);
+      word[0][i] = fmaf(b, b, a * a);
     }
-    const float squares = sum_of_words(word);
+    sums_of_words(word);
     const std::uint32_t other = __shfl_xor_sync(~0u, odd ? pair[0] : pair[1], 1);
     if (!valid) continue;
-    if (q == 0) c.squares[at / 16 + j / 2] = squares;
+    if (q == 0) c.squares[at / 16 + j / 2] = word[0][0];
     *reinterpret_cast<uint2*>(c.raw + at + 8 * (j + odd) + 2 * (q & 2)) = make_uint2(odd ? other : pair[0], odd ? pair[1] : other);
   }
 }
@@ -155,37 +155,20 @@ __global__ void __launch_bounds__(ManyFeatures<kGroups>::kThreads, 1)
   }
   if constexpr (kGroups == 3) asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
   const int side = group - 1, lane = thread % 32, warp = thread / 32 % 4;
-  int stage = 0, before = 0;
-  std::uint32_t parity = 0, step = 0;  // of all tiles
+  std::uint32_t step = 0;  // of all tiles
+  StageProducts<Io, kColumns> products{ptx::shared(memory),
+                                       M::kStage,
+                                       side * static_cast<std::uint32_t>(kRowTileBytes),
+                                       M::kRowBytes,
+                                       ptx::shared(tail.full),
+                                       ptx::shared(tail.empty),
+                                       kStages,
+                                       !dense};
   for (int t = cluster; t < tiles; t += clusters) {
     float d[64], sum[64];
 #pragma unroll
     for (int j = 0; j < 64; ++j) d[j] = sum[j] = 0;  // d: or the compiler takes it for alive from the tile before
-    int k = k_begin;
-#pragma unroll 1
-    for (int run = first_run; run < first_run + kSlices / 2; ++run) {
-      const int end = shape.runs.begin(run + 1);
-      for (bool first = true; k < end; ++k, first = false) {
-        const unsigned char* const m = memory + stage * M::kStage;
-        ptx::barrier_wait(&tail.full[stage], parity);
-        if (!dense) ptx::fence_async();  // rows that threads have copied, for the tensor cores
-        const std::uint64_t a = tile_descriptor(m + side * kRowTileBytes), b = tile_descriptor(m + M::kRowBytes);
-        product_fence();
-#pragma unroll
-        for (int s = 0; s < kDepth / 16; ++s) product<Io>(d, a + 2 * s, b + 2 * s, !first || s > 0);
-        product_commit();
-        if (!first) {
-          product_wait_all_but_one();
-          if (lane == 0) ptx::barrier_arrive(&tail.empty[before]);
-        }
-        before = stage;
-        if (++stage == kStages) stage = 0, parity ^= 1;
-      }
-      product_wait(d);
-      if (lane == 0) ptx::barrier_arrive(&tail.empty[before]);
-#pragma unroll
-      for (int j = 0; j < 64; ++j) sum[j] += d[j];
-    }
+    products.add_runs(sum, d, shape.runs, first_run, first_run + kSlices / 2);
     __syncwarp();
     unsigned char* const unit = received + side * M::kSumBytes + (warp * (M::kSent / 4) * 32 + lane) * 16;
     const std::uint32_t to = address_in_block(unit, 1 - rank), barrier = address_in_block(&tail.sums[side], 1 - rank);

@@ -13,17 +13,6 @@ __device__ __forceinline__ void store_matrices(std::uint32_t to, std::uint32_t a
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
-/// Two values of Io.
-template <class Io>
-__device__ __forceinline__ void from_io_pair(std::uint32_t pair, float& low, float& high) {
-  if constexpr (std::is_same_v<Io, core::bfloat16>) {
-    low = __uint_as_float(pair << 16), high = __uint_as_float(pair & 0xFFFF0000u);
-  } else {
-    low = __half2float(__ushort_as_half(static_cast<unsigned short>(pair))),
-    high = __half2float(__ushort_as_half(static_cast<unsigned short>(pair >> 16)));
-  }
-}
-
 /// The sums of 16 rows x 8 kWords columns of a warp, as the tensor cores leave them, rounded.
 template <class Io, int kStride, int kWords>
 __device__ __forceinline__ void leave_words(unsigned char* unit, int lane, const float* d) {
@@ -32,6 +21,18 @@ __device__ __forceinline__ void leave_words(unsigned char* unit, int lane, const
   for (int j = 0; j < kWords; j += 2)
     store_matrices(to + j * 16, io_pair<Io>(d[4 * j], d[4 * j + 1]), io_pair<Io>(d[4 * j + 2], d[4 * j + 3]),
                    io_pair<Io>(d[4 * j + 4], d[4 * j + 5]), io_pair<Io>(d[4 * j + 6], d[4 * j + 7]));
+}
+
+/// 8 rows of such words: lane l has, as after a product, words l % 4 + 4 j of row l / 4.
+template <int kStride, int kWords>
+__device__ __forceinline__ void load_words(const unsigned char* rows, int lane, std::uint32_t (&word)[kWords]) {
+  const std::uint32_t from = ptx::shared(rows) + lane % 8 * kStride + lane / 8 * 16;
+#pragma unroll
+  for (int j = 0; j < kWords; j += 4)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(word[j]), "=r"(word[j + 1]), "=r"(word[j + 2]), "=r"(word[j + 3])
+                 : "r"(from + j * 16)
+                 : "memory");
 }
 
 /// The bias of kWords * 8 columns from `column` of a layer on.

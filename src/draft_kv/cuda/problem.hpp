@@ -22,6 +22,7 @@ struct Runs {
   /// The runs of a projection of `hidden` features.
   SPECSTATE_HD static constexpr Runs of(int hidden) { return {4 * ((hidden + 4095) / 4096), hidden / kDepth}; }
   SPECSTATE_HD constexpr int begin(int run) const { return run * stages + (run < longer ? run : longer); }
+  SPECSTATE_HD constexpr int length(int run) const { return stages + (run < longer); }
 };
 
 /// The runs of the product that makes features (features.cuh): there are so many that the sums of the first and of the second half of them are made apart, each in

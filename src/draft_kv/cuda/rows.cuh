@@ -1,7 +1,7 @@
 #pragma once
 // Which rows of a call reach the pool: compaction on the device, so that rejected rows never enter a product.
 //
-// A block reads the slots, commit lengths and positions of up to kPlanRows rows and leaves a list of the rows that are written. Rows that
+// A block reads the slots, commit lengths and positions of some rows and leaves a list of the rows that are written. Rows that
 // cannot be (slot beyond the pool, position outside the table) raise the flag and are left out. Of rows that name one slot only the last
 // stays: a hash table of the slots remembers the greatest row of each.
 #include "cuda/ptx.cuh"
@@ -17,8 +17,17 @@ struct alignas(16) Row {
   int row, position;
 };
 
+/// i / width: rows and windows are counted in 32 bits but for calls of 2^32 rows and more.
+__device__ __forceinline__ std::int64_t window_of(std::int64_t i, std::int64_t width) {
+  if (((i | width) >> 32) == 0) return static_cast<std::uint32_t>(i) / static_cast<std::uint32_t>(width);
+  return i / width;
+}
 __device__ __forceinline__ std::int64_t index_at(const Indices& x, std::int64_t i, std::int64_t width) {
-  const std::int64_t at = x.outer ? i / width * x.outer + i % width * x.inner : i * x.inner;
+  std::int64_t at = i * x.inner;
+  if (x.outer) {
+    const std::int64_t window = window_of(i, width);
+    at = window * x.outer + (i - window * width) * x.inner;
+  }
   return x.wide ? static_cast<const std::int64_t*>(x.data)[at] : static_cast<const int*>(x.data)[at];
 }
 
@@ -30,8 +39,9 @@ __device__ __forceinline__ Row read_row(const Rows& x, int i, bool raise) {
   // All three at once: they come from memory that nobody has touched yet.
   const std::int64_t slot = x.slots.data ? index_at(x.slots, at, x.width) : at;
   const std::int64_t position = index_at(x.positions, at, x.width);
-  const std::int64_t commit = x.commit.data ? index_at(x.commit, at / x.width, 1) : 1;
-  if (!is_written(slot, x.commit.data ? at % x.width : 0, commit)) return none;
+  const std::int64_t window = x.commit.data ? window_of(at, x.width) : at;
+  const std::int64_t commit = x.commit.data ? index_at(x.commit, window, 1) : 1;
+  if (!is_written(slot, x.commit.data ? at - window * x.width : 0, commit)) return none;
   if (slot >= x.pool_slots || position < 0 || position >= x.table) {
     if (raise) x.flag[slot >= x.pool_slots ? kSlotFlag : kPositionFlag] = 1;
     return none;
@@ -149,6 +159,78 @@ __device__ __forceinline__ void mark_rows(const Rows& x, std::int64_t* slots, in
     const unsigned bits = __ballot_sync(~0u, last);
     if (thread % 32 == 0) kept[first / 32] = bits;
   }
+  sync();
+}
+
+/// Where the kTile rows from `first` on go and by which angles they are turned; slot -1: those before `from` or beyond the last, and what is not written. A later row takes a slot
+/// away, so every one of the `rows` after them is looked at: each tile finds out by itself, without a list of all, whatever the number of rows. `read(i, raise)` gives row i, `slot_at(i)` only the slot that it names. By `threads`
+/// threads that meet at `sync`; `bucket` has kBuckets places, a power of two of at least 2 kTile.
+template <int kTile, int kBuckets, int kEach, class Slot, class Read, class Sync>
+__device__ __forceinline__ void mark_tile(Slot slot_at, Read read, int rows, int first, int from, std::int64_t* slots, int* positions,
+                                          int* bucket, int thread, int threads, Sync sync) {
+  const auto place_of = [](std::int64_t slot) {
+    return static_cast<std::uint32_t>((static_cast<std::uint64_t>(slot) * 0x9E3779B97F4A7C15ull) >> 40) & (kBuckets - 1);
+  };
+  for (int i = thread; i < kBuckets; i += threads) bucket[i] = -1;
+  Row mine[kEach];
+#pragma unroll
+  for (int e = 0; e < kEach; ++e) {
+    const int r = thread + e * threads;
+    mine[e] = r < kTile && first + r >= from && first + r < rows ? read(first + r, true) : Row{-1, 0, 0};
+  }
+  sync();  // nobody looks at the tile before any more
+#pragma unroll
+  for (int e = 0; e < kEach; ++e)
+    if (const int r = thread + e * threads; r < kTile) slots[r] = mine[e].slot, positions[r] = mine[e].position;
+  sync();
+#pragma unroll 1
+  for (int r = thread; r < kTile; r += threads) {
+    const std::int64_t slot = slots[r];
+    if (slot < 0) continue;
+    for (std::uint32_t h = place_of(slot);; h = (h + 1) & (kBuckets - 1)) {
+      const int other = atomicCAS(&bucket[h], -1, r);
+      if (other < 0) break;
+      if (slots[other] == slot) {
+        atomicMax(&bucket[h], r);
+        break;
+      }
+    }
+  }
+  sync();
+  constexpr int kBatch = 8;
+#pragma unroll 1
+  for (int i = first + kTile + thread; i < rows; i += kBatch * threads) {
+    std::int64_t slot[kBatch];
+#pragma unroll
+    for (int e = 0; e < kBatch; ++e) slot[e] = i + e * threads < rows ? slot_at(i + e * threads) : -1;
+#pragma unroll
+    for (int e = 0; e < kBatch; ++e) {
+      if (slot[e] < 0) continue;
+      for (std::uint32_t h = place_of(slot[e]);; h = (h + 1) & (kBuckets - 1)) {
+        const int other = bucket[h];
+        if (other < 0) break;
+        if (slots[other & (kTile - 1)] == slot[e]) {
+          if (read(i + e * threads, false).slot >= 0) atomicOr(&bucket[h], kTile);  // it is itself written
+          break;
+        }
+      }
+    }
+  }
+  sync();
+  unsigned lost = 0;
+#pragma unroll
+  for (int e = 0; e < kEach; ++e) {
+    const int r = thread + e * threads;
+    const std::int64_t slot = r < kTile ? slots[r] : -1;
+    if (slot < 0) continue;
+    std::uint32_t h = place_of(slot);
+    while (slots[bucket[h] & (kTile - 1)] != slot) h = (h + 1) & (kBuckets - 1);
+    if (bucket[h] != r) lost |= 1u << e;
+  }
+  sync();
+#pragma unroll
+  for (int e = 0; e < kEach; ++e)
+    if (lost >> e & 1) slots[thread + e * threads] = -1;
   sync();
 }
 

@@ -1,8 +1,8 @@
 // MaterializeArgs -> which kernel, and its launches.
 //
 //   few_rows   up to 64 rows, target features and their projection, too: bound by reading the weights
-//   many_rows  more of them, bound by the tensor cores
-//   bulk_rows  129 to 256 rows, and more of them that have to be gathered (commit lengths)
+//   many_rows  up to 128, as they lie
+//   bulk_rows  more of them, bound by the tensor cores
 //   any_rows   shapes, dtypes and strides that those do not take
 // The first three add in one order and give the same bits, so any split of the rows into calls does, too.
 #include <algorithm>
@@ -115,17 +115,6 @@ bool few_takes(int tokens, std::int64_t hidden) {
   return Few<128>::fitted(shape, tokens, static_cast<std::size_t>(device_info().shared_bytes)).stages > 0;
 }
 
-/// Groups of warps that multiply, so rows of a tile: those that make the fewest rounds of tiles, weighed by what a stage takes (cycles; decision 0010).
-int many_groups(int tokens, int head_tiles) {
-  if (tokens <= 128) return 2;
-  const auto cost = [&](int groups, int cycles) {
-    return static_cast<std::int64_t>(
-               blocks_for(static_cast<std::int64_t>(blocks_for(tokens, 64 * groups)) * head_tiles, device_info().multiprocessors)) *
-           cycles;
-  };
-  return cost(2, 580) < cost(3, 800) ? 2 : 3;
-}
-
 /// What a call's launches share: the parts of the workspace.
 struct Means {
   Row* list;
@@ -161,29 +150,20 @@ unsigned clusters_at_once(Kernel kernel, int threads) {
   return static_cast<unsigned>(n.load());
 }
 
-/// One product; `rows` is what its tensor map of ctx covers.
+/// many_rows; `rows` is what its tensor map of ctx covers.
 template <class Io, int kHeadDim, int kGroups>
-void launch_many_of(const Problem& p, const TensorView& weight, std::int64_t rows, ManyShape shape, const Context& context, Stream stream) {
+void launch_many(const Problem& p, const TensorView& weight, std::int64_t rows, Stream stream) {
   const auto most = static_cast<std::size_t>(device_info().shared_bytes);
   const auto blocks = static_cast<unsigned>(device_info().multiprocessors);
-  shape = many_shape<kGroups>(shape, p.rows.tokens, most);
-  const unsigned tiles = blocks_for(p.rows.tokens, Many<kGroups>::kRows) * static_cast<unsigned>(shape.head_tiles);
+  const ManyShape shape = many_shape<kGroups>({p.layers * 2 * p.heads * kHeadDim / kColumns, Runs::of(p.hidden)}, p.rows.tokens, most);
+  const auto tiles = static_cast<unsigned>(shape.head_tiles);
   launch(many_rows<Io, kHeadDim, kGroups>,
-         {.grid = shape.as_they_lie ? blocks_for(tiles, blocks_for(tiles, blocks)) : std::min(blocks, tiles),
+         {.grid = blocks_for(tiles, blocks_for(tiles, blocks)),
           .block = Many<kGroups>::kThreads,
           .shared = many_shared_bytes<kGroups>(shape.stages, shape.box),
           .overlap = true},
-         stream, weight_map(weight, kColumns, shape.as_they_lie),
-         tile_map(p.ctx, weight.dtype, rows, p.hidden, p.ctx_stride, shape.box, false), p, shape, context);
-}
-template <class Io, int kHeadDim>
-void launch_many(const Problem& p, const TensorView& weight, std::int64_t rows, const ManyShape& shape, const Context& context,
-                 Stream stream) {
-  const int groups = many_groups(p.rows.tokens, shape.head_tiles);
-  if (groups == 2)
-    launch_many_of<Io, kHeadDim, 2>(p, weight, rows, shape, context, stream);
-  else
-    launch_many_of<Io, kHeadDim, 3>(p, weight, rows, shape, context, stream);
+         stream, weight_map(weight, kColumns, true), tile_map(p.ctx, weight.dtype, rows, p.hidden, p.ctx_stride, shape.box, false), p,
+         shape);
 }
 
 /// 64 random bits, not 0, others each time.
@@ -193,28 +173,28 @@ unsigned long long launch_number() {
   x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9ull, x = (x ^ x >> 27) * 0x94D049BB133111EBull;
   return (x ^ x >> 31) | 1;
 }
-/// Does bulk_rows take so many rows? Tiles of 128 x 160 fill a GPU once with 256 rows. Where rows have to be gathered it is faster than many_rows at any number, whose copies
-/// nearly double its time.
-bool bulk_takes(std::int64_t tokens, bool gathered) { return tokens > Many<2>::kRows && (gathered || tokens <= 2 * Bulk<128>::kRows); }
-
 /// The projection of more than 128 rows by bulk_rows; `rows` is what its tensor map of ctx covers. `listed`: row i of ctx is row i of the list that is there.
 template <class Io, int kHeadDim>
 void launch_bulk(const Problem& p, const TensorView& weight, std::int64_t rows, bool listed, const Means& m, Stream stream) {
   using B = Bulk<kHeadDim>;
   BulkShape shape{B::places(p.layers, p.heads), Runs::of(p.hidden), nullptr, nullptr, m.parts, m.part_flags, launch_number()};
   shape.listed = listed;
-  if (listed || p.rows.tokens > kMarkedRows) {
+  if (listed || (p.rows.commit.data && p.rows.tokens > kMarkedRows)) {
     if (!listed && p.first_layer == 0) launch_plan(p.rows, m, stream);
     shape.list = m.list, shape.list_count = m.count;
   } else {
     shape.as_they_lie = !p.rows.commit.data;
   }
-  const unsigned tiles = blocks_for(p.rows.tokens, B::kRows) * static_cast<unsigned>(shape.deal.slots);
-  launch(bulk_rows<Io, kHeadDim>,
-         {.grid = std::min(static_cast<unsigned>(std::min(device_info().multiprocessors, kMostBlocks)), tiles * kMostParts),
+  const auto kernel = bulk_rows<Io, kHeadDim>;
+  const unsigned clusters = std::min(clusters_at_once<2>(kernel, B::kThreads), static_cast<unsigned>(kMostBlocks / 2));
+  const unsigned tiles = blocks_for(p.rows.tokens, 2 * B::kRows) * static_cast<unsigned>(shape.deal.slots);  // of two blocks each
+  launch(kernel,
+         {.grid = 2 * std::min(clusters, tiles * kMostParts),
           .block = B::kThreads,
           .shared = B::kShared,
-          .overlap = !shape.list},  // rounds of many tiles: blocks that come in one by one as those before leave take more time
+          .cluster = 2,
+          .overlap =
+              p.rows.tokens <= kMarkedRows},  // rounds of many tiles: blocks that come in one by one as those before leave take more time
          stream, weight_map(weight, kColumns, false), weight_map(weight, 32, false),
          tile_map(p.ctx, weight.dtype, rows, p.hidden, p.ctx_stride, B::kRows, false), p, shape);
 }
@@ -269,8 +249,7 @@ void launch_few(const MaterializeArgs& a, Problem p, const Means& m, Stream stre
   else if (runs.count <= 4)
     launch_few_of<Io, kHeadDim, false>(p, a.kv_weight, a.tokens, runs, Context{}, stream);
   else  // 96 places of 7168 features are two rounds of clusters, and 2 us more
-    launch_many_of<Io, kHeadDim, 1>(p, a.kv_weight, a.tokens, {p.layers * 2 * p.heads * kHeadDim / kColumns, nullptr, nullptr, runs},
-                                    Context{}, stream);
+    launch_many<Io, kHeadDim, 1>(p, a.kv_weight, a.tokens, stream);
 }
 /// Groups of warps of many_features that make the fewest rounds of tiles, weighed by what a stage takes (cycles).
 int feature_groups(std::int64_t tokens, std::int64_t hidden) {
@@ -312,11 +291,9 @@ std::int64_t features_at_once(const MaterializeArgs& a) {
 template <class Io, int kHeadDim>
 void launch_fast(const MaterializeArgs& a, Problem p, const Means& m, Stream stream) {
   const bool raw = m.context.raw != nullptr;
-  const Runs runs = Runs::of(p.hidden);
   if (few_takes(p.rows.tokens, p.hidden)) return launch_few<Io, kHeadDim>(a, p, m, stream);
   if (!raw && p.rows.tokens <= Many<2>::kRows)  // as they lie
-    return launch_many_of<Io, kHeadDim, 2>(p, a.kv_weight, a.tokens, {p.layers * 2 * p.heads * kHeadDim / kColumns, nullptr, nullptr, runs},
-                                           Context{}, stream);
+    return launch_many<Io, kHeadDim, 2>(p, a.kv_weight, a.tokens, stream);
   if (raw) {
     if (p.first_layer == 0) {
       launch_plan(p.rows, m, stream);
@@ -329,15 +306,7 @@ void launch_fast(const MaterializeArgs& a, Problem p, const Means& m, Stream str
     }
     p.ctx = m.context.raw, p.ctx_stride = p.hidden;
   }
-  const std::int64_t rows = raw ? p.rows.tokens : a.tokens;
-  if (bulk_takes(p.rows.tokens, p.rows.commit.data != nullptr)) return launch_bulk<Io, kHeadDim>(p, a.kv_weight, rows, raw, m, stream);
-  ManyShape shape{p.layers * 2 * p.heads * kHeadDim / kColumns, nullptr, nullptr, runs};
-  if (p.rows.tokens > kPlanRows || raw) {
-    if (!raw && p.first_layer == 0) launch_plan(p.rows, m, stream);
-    shape.list = m.list, shape.list_count = m.count;
-  }
-  shape.listed = raw;
-  launch_many<Io, kHeadDim>(p, a.kv_weight, rows, shape, Context{}, stream);
+  launch_bulk<Io, kHeadDim>(p, a.kv_weight, raw ? p.rows.tokens : a.tokens, raw, m, stream);
 }
 
 void launch_any(const MaterializeArgs& a, const Problem& p, const Means& m, Stream stream) {
@@ -428,10 +397,8 @@ void run(const MaterializeArgs& a, Stream stream) {
                                                                                          : kContextRows;
   for (std::int64_t first = 0; first < a.tokens; first += round) {
     p.rows.first = first, p.rows.tokens = static_cast<int>(std::min(a.tokens - first, round));
-    const bool all_layers = !fast || few_takes(p.rows.tokens, hidden) || (!with_context && p.rows.tokens <= Many<2>::kRows);
-    const std::int64_t most = all_layers ? kMaxLayers : Many<3>::kLayers;
-    for (std::int64_t layer = 0; layer < a.layers; layer += most) {
-      p.first_layer = static_cast<int>(layer), p.layers = static_cast<int>(std::min(a.layers - layer, most));
+    for (std::int64_t layer = 0; layer < a.layers; layer += kMaxLayers) {
+      p.first_layer = static_cast<int>(layer), p.layers = static_cast<int>(std::min<std::int64_t>(a.layers - layer, kMaxLayers));
       for (int l = 0; l < p.layers; ++l)
         p.target[0][l] = {a.k[layer + l], a.k_scale[layer + l]}, p.target[1][l] = {a.v[layer + l], a.v_scale[layer + l]};
       if (!fast)

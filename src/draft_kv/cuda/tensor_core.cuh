@@ -7,6 +7,7 @@
 
 #include "core/numeric.hpp"
 #include "cuda/ptx.cuh"
+#include "draft_kv/cuda/problem.hpp"
 
 namespace specstate::draft_kv::cuda {
 
@@ -23,10 +24,11 @@ __device__ __forceinline__ void tile_load(void* to, const CUtensorMap& map, int 
 __device__ __forceinline__ void prefetch_map(const CUtensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
 
 /// The descriptor of a swizzled tile: 8 rows every 1024 bytes. 16 values further along the rows: + 2.
-__device__ __forceinline__ std::uint64_t tile_descriptor(const void* tile) {
+__device__ __forceinline__ std::uint64_t tile_descriptor_at(std::uint32_t tile) {
   return (static_cast<std::uint64_t>(1) << 62) | (static_cast<std::uint64_t>(64) << 32) | (static_cast<std::uint64_t>(1) << 16) |
-         ((ptx::shared(tile) & 0x3FFFF) >> 4);
+         ((tile & 0x3FFFF) >> 4);
 }
+__device__ __forceinline__ std::uint64_t tile_descriptor(const void* tile) { return tile_descriptor_at(ptx::shared(tile)); }
 
 /// Registers and shared memory as earlier code left them, for the products that follow.
 __device__ __forceinline__ void product_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -325,5 +327,80 @@ __device__ __forceinline__ std::uint32_t address_in_block(const void* p, std::ui
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(ptx::shared(p)), "r"(rank));
   return address;
 }
+
+/// The same of an address.
+__device__ __forceinline__ std::uint32_t address_in_block(std::uint32_t p, std::uint32_t rank) {
+  std::uint32_t address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(p), "r"(rank));
+  return address;
+}
+/// Arrives at a barrier of any block of the cluster. No `.release.cluster`: that waits for all of this thread's accesses to memory, at every stage (MEMBAR.ALL.GPU).
+__device__ __forceinline__ void release_in_block(std::uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+/// tile_load() to the same place of all blocks of the cluster that `blocks` has a bit of; the barrier at the same place of each counts the bytes.
+__device__ __forceinline__ void tile_load_to_all(void* to, const CUtensorMap& map, int c0, int c1, std::uint64_t* barrier,
+                                                 std::uint16_t blocks, std::uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint [%0], [%1, {%2, "
+      "%3}], [%4], %5, %6;" ::"r"(ptx::shared(to)),
+      "l"(&map), "r"(c0), "r"(c1), "r"(ptx::shared(barrier)), "h"(blocks), "l"(policy)
+      : "memory");
+}
+
+// ------------------------------------------------------------------------------------------------------- products by a ring of stages
+
+/// One group of four warps that multiplies stage by stage: 64 rows of Io by kN columns, from a ring that others fill. A stage's `full` barrier says that it is there; each warp arrives
+/// at `empty` when the products that read the stage have ended, which it knows when at most the next stage's are unfinished. Where kBlocks fill each other's rings by multicast, lane r arrives
+/// at block r's.
+template <class Io, int kN, int kBlocks = 1>
+struct StageProducts {
+  std::uint32_t ring, stage_bytes;  // address; within a stage, the group's rows lie at `rows`, the columns at `columns`
+  std::uint32_t rows, columns;
+  std::uint32_t full, empty;  // addresses, 8 bytes a stage
+  int stages;
+  bool copied;  // by threads: what their barrier has made visible to this one becomes so to the tensor cores
+  int stage = 0;
+  std::uint32_t parity = 0;
+
+  __device__ __forceinline__ void multiply(float (&d)[kN / 2], bool add) {  // by the stage that is next
+    const std::uint32_t m = ring + stage * stage_bytes;
+    ptx::barrier_wait_at(full + 8 * stage, parity);
+    if (copied) ptx::fence_async();
+    const std::uint64_t a = tile_descriptor_at(m + rows), b = tile_descriptor_at(m + columns);
+    product_fence();
+#pragma unroll
+    for (int s = 0; s < kDepth / 16; ++s) product_of<Io, kN>(d, a + 2 * s, b + 2 * s, add || s > 0);
+    product_commit();
+  }
+  __device__ __forceinline__ void release() const {  // the stage before the newest one
+    const std::uint32_t at = empty + 8 * (stage > 0 ? stage - 1 : stages - 1);
+    if constexpr (kBlocks == 1) {
+      if (threadIdx.x % 32 == 0) ptx::barrier_arrive_at(at);
+    } else {
+      if (threadIdx.x % 32 < kBlocks) release_in_block(address_in_block(at, threadIdx.x % 32));
+    }
+  }
+  __device__ __forceinline__ void next() {
+    if (++stage == stages) stage = 0, parity ^= 1;
+  }
+  __device__ __forceinline__ void others(float (&d)[kN / 2], int count) {  // all stages of a run but the first
+#pragma unroll 1
+    for (int k = 1; k < count; ++k) multiply(d, true), product_wait_all_but_one(), release(), next();
+  }
+  __device__ __forceinline__ void run(float (&d)[kN / 2], int count) {  // a run of so many stages, from zero; all its stages are free again
+    multiply(d, false), next(), others(d, count);
+    product_wait_for(d), release();
+  }
+  /// Adds the runs from `begin` to `end` to `sum`, in rising order.
+  __device__ __forceinline__ void add_runs(float (&sum)[kN / 2], float (&d)[kN / 2], const Runs& runs, int begin, int end) {
+#pragma unroll 1
+    for (int i = begin; i < end; ++i) {
+      run(d, runs.length(i));
+#pragma unroll
+      for (int j = 0; j < kN / 2; ++j) sum[j] += d[j];
+    }
+  }
+};
 
 }  // namespace specstate::draft_kv::cuda

@@ -1,7 +1,8 @@
 #pragma once
-// Which block of bulk_rows multiplies what. Plain arithmetic, so that a test without a GPU can look at it.
+// Which blocks of bulk_rows multiply what. Plain arithmetic, so that a test without a GPU can look at it.
 //
-// The product is row_tiles x places tiles (deal.hpp), each a number of runs (problem.hpp) of features. Tile t is the block's of number t % blocks, in groups of kGroupTiles row
+// Blocks work in pairs: a "block" here is a pair of them (a cluster), and a row tile the two tiles of 128 rows that they multiply by the same weights.
+// The product is row_tiles x places tiles (deal.hpp), each a number of runs (problem.hpp) of features. Tile t is the block's of number t % blocks, in groups of kGroupPairs row
 // tiles, so that their rows and the weights stay in L2; in a group the places outside. Where the last round of tiles would leave most blocks idle, each of its tiles is shared by
 // 2 to 4 blocks that stand side by side: by their runs. Every block but the first of a tile adds its own to what the block before hands on, and the last one finishes. It may
 // keep two runs apart until then (its accumulators and its sums), so nobody waits in the middle, if no block but the first has more than two. Nobody waits for a block of a
@@ -12,7 +13,7 @@
 
 namespace specstate::draft_kv::cuda {
 
-inline constexpr int kGroupTiles = 12, kMostParts = 4;
+inline constexpr int kGroupTiles = 12, kGroupPairs = kGroupTiles / 2, kMostParts = 4;
 inline constexpr int kTileRows = 128;
 /// The first row of a tile: the last tile lies so that it ends with the last row (its first rows are the tile's before, too). Rows beyond the last, be it zeros of the copy engine or one
 /// row many times, cost more than rows: 67 instead of 54 us at 144 rows.
@@ -44,15 +45,24 @@ struct Work {
     w.pieces = rounds + (block < left * w.parts_);
     return w;
   }
+  /// The runs of piece i.
+  struct Range {
+    int begin, end;
+  };
+  SPECSTATE_HD constexpr Range range(int i) const {
+    if (i < rounds_) return {0, runs};
+    const int part = block % parts_, first = first_runs(parts_, runs), later = later_runs(parts_, runs);
+    return {part ? first + (part - 1) * later : 0, first + part * later};
+  }
   /// The number of what this block hands on, of all.
   SPECSTATE_HD constexpr int part() const { return block - block / parts_; }
   SPECSTATE_HD constexpr Piece piece(int i) const {
     const bool last = i == rounds_;
-    const int part = last ? block % parts_ : 0, t = i * blocks + (last ? block / parts_ : block);
-    const int first = last ? first_runs(parts_, runs) : runs, later = later_runs(parts_, runs);
-    const int group_size = kGroupTiles * places, g = t / group_size, rest = t - g * group_size;
-    const int left = row_tiles - g * kGroupTiles, in_group = left < kGroupTiles ? left : kGroupTiles, column = rest / in_group;
-    return {g * kGroupTiles + rest - column * in_group, column, part ? first + (part - 1) * later : 0, first + part * later};
+    const int t = i * blocks + (last ? block / parts_ : block);
+    const Range range = this->range(i);
+    const int group_size = kGroupPairs * places, g = t / group_size, rest = t - g * group_size;
+    const int left = row_tiles - g * kGroupPairs, in_group = left < kGroupPairs ? left : kGroupPairs, column = rest / in_group;
+    return {g * kGroupPairs + rest - column * in_group, column, range.begin, range.end};
   }
 
   int rounds_ = 0, parts_ = 1;  // of whole tiles; blocks that share a tile of the round after

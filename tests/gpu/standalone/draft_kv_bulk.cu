@@ -1,4 +1,4 @@
-// Stand-alone: bulk_rows beside a float64 product ("check"; "tiny": for the sanitizers; "time"; "trace").
+// Stand-alone: bulk_rows beside a float64 product ("check"; "tiny [PART PARTS]": for the sanitizers; "time"; "cold": as the library's benchmark measures; "trace").
 // nvcc -std=c++20 -O3 --fmad=false --expt-relaxed-constexpr -gencode arch=compute_90a,code=sm_90a -Isrc -Iinclude -cudart static THIS -ldl
 #include <cuda_runtime.h>
 #include <dlfcn.h>
@@ -147,8 +147,7 @@ void launch_over(K k, int grid, int block, size_t shared, int cluster, A... args
 /// Which rows are written: found out beside the products (only without commit lengths), by each block before, or by a kernel before.
 enum Planned { kBeside, kHere, kListed };
 template <int D>
-void launch_bulk(const CUtensorMap& wide, const CUtensorMap& m, const Problem& all, int sms = 132, Planned planned = kBeside,
-                 int gather = 0) {
+void launch_bulk(const CUtensorMap& wide, const CUtensorMap& m, const Problem& all, int sms = 132, Planned planned = kBeside) {
   auto k = bulk_rows<core::bfloat16, D>;
   using B = Bulk<D>;
   static unsigned long long number = 0x1234567812345678ull;
@@ -158,16 +157,15 @@ void launch_bulk(const CUtensorMap& wide, const CUtensorMap& m, const Problem& a
     p.rows.first = first;
     p.rows.tokens = std::min(T - first, kListRows);
     BulkShape s{B::places(p.layers, p.heads), Runs::of(p.hidden), nullptr, nullptr, g_parts, g_flags, number += 0x9E3779B97F4A7C15ull};
-    s.gather = gather;
-    s.as_they_lie = planned == kBeside && !p.rows.commit.data && p.rows.tokens <= kMarkedRows;
+    s.as_they_lie = planned == kBeside && !p.rows.commit.data;
     const bool pdl = g_bulk_pdl;
-    if (planned == kListed || p.rows.tokens > kMarkedRows) {
+    if (planned == kListed || (!s.as_they_lie && p.rows.tokens > kMarkedRows)) {
       s.list = g_list, s.list_count = (int*)(g_list + kListRows);
       g_bulk_pdl = true;
       launch_over(plan_kernel, g_plan_blocks, kPlanThreads, kPlanBytes, g_plan_blocks, p.rows, g_list, (int*)(g_list + kListRows));
       g_bulk_pdl = pdl;
     }
-    launch_over(k, sms, B::kThreads, B::kShared, 1, wide, m, rows_map(p.ctx, T, p.hidden, p.ctx_stride, 128), p, s);
+    launch_over(k, sms, B::kThreads, B::kShared, 2, wide, m, rows_map(p.ctx, T, p.hidden, p.ctx_stride, 128), p, s);
   }
 }
 int main(int argc, char** argv) {
@@ -187,6 +185,8 @@ int main(int argc, char** argv) {
   int* flag = dev<int>(2);
   SPECSTATE_CK(cudaMemset(flag, 0, 8));
   auto check = [&](const char* name, int H, int L, int N, int D, int R, int T, int W, bool neox, bool ran, bool usebias, int many_only) {
+    static int number = 0;  // `tiny PART PARTS`: one of several processes
+    if (argc > 3 && number++ % atoi(argv[3]) != atoi(argv[2])) return;
     int G = L * 2 * N;
     int64_t rows = (int64_t)G * D;
     int64_t slots = 2 * T + 16;
@@ -264,12 +264,10 @@ int main(int argc, char** argv) {
       const char* name;
       Planned planned;
       int sms;
-      int gather;
     };
-    static const Form forms[] = {
-        {"beside", kBeside, 132, 0},        {"here", kHere, 132, 0},     {"listed", kListed, 132, 0}, {"gather", kHere, 132, 1},
-        {"gather, listed", kListed, 77, 1}, {"5 blocks", kBeside, 5, 0}, {"66 blocks", kHere, 66, 0}, {"99 blocks", kBeside, 99, 0},
-        {"again", kBeside, 132, 0}};
+    static const Form forms[] = {{"beside", kBeside, 132},    {"here", kHere, 132},     {"listed", kListed, 132},
+                                 {"listed, 76", kListed, 76}, {"6 blocks", kBeside, 6}, {"66 blocks", kHere, 66},
+                                 {"98 blocks", kBeside, 98},  {"again", kBeside, 132}};
     int v = -1;
     for (const Form& form : forms) {
       ++v;
@@ -303,10 +301,10 @@ int main(int argc, char** argv) {
       }
       g_plan_blocks = form.sms == 132 ? kPlanBlocks : 1;
       if (D == 128)
-        launch_bulk<128>(wide, quarters, p, form.sms, form.planned, form.gather);
+        launch_bulk<128>(wide, quarters, p, form.sms, form.planned);
 #ifndef SPECSTATE_NO_64
       else
-        launch_bulk<64>(wide, quarters, p, form.sms, form.planned, form.gather);
+        launch_bulk<64>(wide, quarters, p, form.sms, form.planned);
 #endif
       cudaError_t e = cudaStreamSynchronize(st);
       if (e) {
@@ -337,8 +335,12 @@ int main(int argc, char** argv) {
       cudaFree(vp[i]);
     }
   };
-  bool trace_run = quick && !strcmp(argv[1], "trace");
-  if (trace_run) timing = true;
+  bool trace_run = quick && !strcmp(argv[1], "trace"), cold_run = quick && !strcmp(argv[1], "cold");
+  if (trace_run || cold_run) timing = true;
+  if (cold_run || trace_run) {
+    SPECSTATE_CK(cudaMalloc(&g_flush, kFlush));
+    SPECSTATE_CK(cudaMemset(g_flush, 0, kFlush));
+  }
   if (!timing) {
     check("interleaved", 1024, 2, 8, 128, 128, 64, 0, false, false, true, 0);
     check("interleaved 64", 1024, 2, 8, 128, 64, 64, 0, false, false, true, 0);
@@ -437,7 +439,8 @@ int main(int argc, char** argv) {
           int n = T > 1024 ? 40 : 100;
           for (int i = 0; i < n; i++) {
             if (i == n - 1) SPECSTATE_CK(cudaMemsetAsync(at, 0, sizeof(bulk_trace_of), st));
-            launch_bulk<128>(wide[i % 3], quarters[i % 3], problem(T, i), 132, ga ? kHere : kBeside, ga);
+            if (i == n - 1 && argc > 2) read_all<<<264, 512, 0, st>>>(g_flush, kFlush / 16, nullptr);
+            launch_bulk<128>(wide[i % 3], quarters[i % 3], problem(T, i), 132, ga ? kHere : kBeside);
           }
           SPECSTATE_CK(cudaStreamSynchronize(st));
           static unsigned long long h[132][16][8];
@@ -448,11 +451,7 @@ int main(int argc, char** argv) {
           printf(
               "H %d T %d %s%s: %.2f GHz; per tile, cycles (medians over blocks): begin->first stage, ->summed, ->left, ->next; beside: "
               "start after left, duration\n",
-              H, T, "",
-              ga == 0   ? ""
-              : ga == 1 ? " gathered"
-                        : " gathered by map",
-              ghz);
+              H, T, "", ga == 0 ? "" : " gathered", ghz);
           if (T <= 1024) {
             std::vector<long long> v[4];
             for (int b = 0; b < 132; b++)
@@ -462,7 +461,30 @@ int main(int argc, char** argv) {
             for (auto& u : v) std::sort(u.begin(), u.end()), printf(" %lld/%lld", u[u.size() / 2], u.back());
             printf("\n");
           }
-          for (int t = 0; t < (T > 1024 ? 7 : 15); t++) {
+          {
+            std::vector<long long> v[4];
+            for (int b = 0; b < 132; b++)
+              if (h[b][13][1])
+                for (int e = 0; e < 4; e++)
+                  if (h[b][13][3]) v[e].push_back(e < 3 ? h[b][13][e + 1] - h[b][13][e] : 0);
+            printf("  last tile with a head: 8 rows, 8 rows, V:");
+            for (auto& u : v)
+              if (!u.empty()) std::sort(u.begin(), u.end()), printf(" %lld/%lld", u[u.size() / 2], u.back());
+            printf("\n");
+          }
+          {
+            std::vector<long long> v[9];
+            for (int b = 0; b < 132; b++)
+              if (h[b][14][5]) {
+                for (int e = 0; e < 7; e++) v[e].push_back(h[b][14][e] - h[b][15][0]);
+                v[7].push_back(h[b][15][4] - h[b][15][0]), v[8].push_back(h[b][15][5] - h[b][15][0]);
+              }
+            printf("  stages there, since entry; warp 0: barriers, asked:");
+            for (auto& u : v)
+              if (!u.empty()) std::sort(u.begin(), u.end()), printf(" %lld/%lld", u[u.size() / 2], u.back());
+            printf("\n");
+          }
+          for (int t = 0; t < (T > 1024 ? 7 : 14); t++) {
             std::vector<long long> v[6];
             for (int b = 0; b < 132; b++)
               if (h[b][t][6]) {
@@ -491,18 +513,44 @@ int main(int argc, char** argv) {
         }
 #endif
     if (trace_run) continue;
-    for (int T : {144, 224, 256, 384, 448, 512, 640, 768, 896, 1024, 1792, 2048, 4096, 8192, 16384}) {
-      if (H != 4096 && T != 224 && T != 256 && T != 448 && T != 1024 && T != 16384) continue;
-      int n = T > 4096 ? 2 : T > 1024 ? 3 : 9, samples = T > 4096 ? 3 : T > 1024 ? 5 : 11;
+    if (cold_run) {
+      for (int T : {144, 256, 512, 1024, 4096, 8192}) {
+        if (H != 4096 && T != 256 && T != 1024) continue;
+        const int reps = T > 1024 ? 3 : 8;
+        printf("cold H %d T %d:", H, T);
+        for (int pdl : {0, 1}) {
+          g_bulk_pdl = pdl;
+          printf(" %s %.2f", pdl ? "overlap" : "beside",
+                 time_cold([&](int i) { launch_bulk<128>(wide[i % 3], quarters[i % 3], problem(T, i), 132, kBeside); }, reps));
+        }
+        g_bulk_pdl = false;
+        printf(" 7 of 16 of them %.2f", time_cold(
+                                            [&](int i) {
+                                              Problem p = problem(T, i);
+                                              p.rows.commit = {commit, false, 0, 1}, p.rows.width = 16;
+                                              launch_bulk<128>(wide[i % 3], quarters[i % 3], p, 132, kHere);
+                                            },
+                                            reps));
+        double best = 1e9;
+        auto pl = lt.plan(T, rows, H);
+        for (int j = 0; j < std::min(pl.n, 2); j++)
+          best = std::min(best, time_cold([&](int i) { lt.run(pl, j, w[i % 3], x + (i % 2) * (int64_t)TM * H, y); }, reps));
+        printf(" | cublasLt best of 2 %.2f\n", best);
+      }
+      continue;
+    }
+    for (int T : {144, 224, 256, 384, 448, 512, 640, 768, 1024, 1792, 2048, 4096, 8192, 16384}) {
+      if (H != 4096 && T != 256 && T != 448 && T != 1024) continue;
+      int n = T > 4096 ? 2 : T > 1024 ? 3 : 9, samples = T > 4096 ? 3 : T > 1024 ? 3 : 9;
       printf("T %d:", T);
-      const auto report = [&](const char* name, Planned planned, int gather, bool windows) {
+      const auto report = [&](const char* name, Planned planned, bool windows) {
         printf(" %s %.2f", name,
                time_graph(
                    n,
                    [&](int i) {
                      Problem p = problem(windows ? T * 16 / 7 : T, i);
                      if (windows) p.rows.commit = {commit, false, 0, 1}, p.rows.width = 16;
-                     launch_bulk<128>(wide[i % 3], quarters[i % 3], p, 132, planned, gather);
+                     launch_bulk<128>(wide[i % 3], quarters[i % 3], p, 132, planned);
                    },
                    samples));
       };
@@ -516,20 +564,20 @@ int main(int argc, char** argv) {
                        launch_over(plan_kernel, blocks, kPlanThreads, kPlanBytes, blocks, x, g_list, (int*)(g_list + kListRows));
                      },
                      11));
-      report("beside", kBeside, 0, false);
+      report("beside", kBeside, false);
       if (T <= kMarkedRows) {
-        report("here", kHere, 0, false);
+        report("here", kHere, false);
         g_bulk_pdl = true;
-        report("beside, overlap", kBeside, 0, false);
-        report("here, overlap", kHere, 0, false);
+        report("beside, overlap", kBeside, false);
+        report("here, overlap", kHere, false);
         g_bulk_pdl = false;
       }
-      report("gather", kHere, 1, false);
-      if (T == 224 || T == 448 || T == 1792) report("7 of 16", kHere, 0, true);
+      if (T > kMarkedRows) report("listed", kListed, false);
+      if (T == 224 || T == 448 || T == 1792) report("7 of 16", kHere, true);
       double best = 1e9;
       if (lt.ok) {
         auto pl = lt.plan(T, rows, H);
-        for (int j = 0; j < std::min(pl.n, 4); j++)
+        for (int j = 0; j < std::min(pl.n, T > 2048 ? 2 : 4); j++)
           best = std::min(best, time_graph(
                                     n, [&](int i) { lt.run(pl, j, w[i % 3], x + (i % 2) * (int64_t)TM * H, y); }, samples));
       }
