@@ -66,14 +66,6 @@ __device__ __forceinline__ void renew(int& warp, int& lane) {
   warp = uniform(thread / 32), lane = thread % 32;
 }
 
-/// CTAs are dealt one a multiprocessor, and then the next. Found where it is asked for, not before: what it reads is cold.
-__device__ __forceinline__ When when_asked(unsigned multiprocessors) {
-  unsigned x, y;
-  asm volatile("mov.u32 %0, %%ctaid.x;\n\tmov.u32 %1, %%ctaid.y;" : "=r"(x), "=r"(y));
-  const unsigned number = y * gridDim.x + x;
-  return number < multiprocessors ? kFound : 2 * multiprocessors <= number && number < 3 * multiprocessors ? kPrepared : kTokensHere;
-}
-
 /// This warp's 16 rows of the state.
 __device__ __forceinline__ void request_rows(const char* state, Shared& s, int warp, int lane) {
   if (lane == 0) {
@@ -225,6 +217,10 @@ __global__ void __launch_bounds__(kThreads, 3) kernel(const __grid_constant__ Sp
   launch_successor();
   const SpreadCall& quick = *reinterpret_cast<const SpreadCall*>(s.v);  // until tokens are asked for
   const int hv = static_cast<int>(blockIdx.x), request = static_cast<int>(blockIdx.y), h = quotient(hv, quick.by_group);
+  const unsigned number = blockIdx.y * gridDim.x + blockIdx.x;  // CTAs are dealt one a multiprocessor, and then the next
+  const When when = number < multiprocessors                                        ? kFound
+                    : 2 * multiprocessors <= number && number < 3 * multiprocessors ? kPrepared
+                                                                                    : kTokensHere;
   const int d = lane * 4, each = quick.each, guess = request * each;
   Quad<bfloat16> gate = {};
   unsigned logit = 0;                            // bits, not yet widened: to look at a load's result is to wait for it
@@ -279,22 +275,22 @@ __global__ void __launch_bounds__(kThreads, 3) kernel(const __grid_constant__ Sp
     Indices indices;
     indices.ask<false>(quick, request);
     ask(quick);
-    const Found f = indices.found(quick);
+    const Found f = indices.found(a);
     const int slot = f.slot;
-    const bool good = quick.null_slot < slot && slot < quick.pool;
+    const bool good = a.null_slot < slot && slot < a.pool;
     if (lane == 0) s.found = f;
-    if (quick.conv && good)
+    if (a.conv && good)
 #pragma unroll
       for (int i = 0; i < (3 * (kConv - 1) + 1) / 2; ++i) {  // half a warp a row
         const int row = 2 * i + lane / 16, kind = row / (kConv - 1), w = row % (kConv - 1), e = lane % 16;
-        const SpreadCall::Channel& x = quick.channels[min(kind, 2)];
+        const SpreadCall::Channel& x = a.channels[min(kind, 2)];
         if (kind < 3)
           ptx::copy_async(s.stage(kind) + w * kDim + e * 8,
                           along(along(along(x.window + e * 16, slot, x.window_slot), kind < 2 ? h : hv, x.window_head), w, x.window_tap));
       }
     ptx::copy_async_arrive(&s.windows_here);
-    if (when_asked(multiprocessors) == kFound && f.tokens > 0 && !f.padding) {
-      const char* const from = along(along(quick.state, slot, quick.state_slot), hv, quick.state_head);
+    if (when == kFound && f.tokens > 0 && !f.padding) {
+      const char* const from = along(along(a.state, slot, a.state_slot), hv, a.state_head);
       if (lane < kEarly) ptx::barrier_expect(&s.rows_here[lane], 2 * kPiece * 4);
       __syncwarp();
       if (lane < 2 * kEarly) ptx::bulk_load(s.piece(lane / 2, lane % 2), from + lane * (kPiece * 4), kPiece * 4, &s.rows_here[lane / 2]);
@@ -316,7 +312,6 @@ __global__ void __launch_bounds__(kThreads, 3) kernel(const __grid_constant__ Sp
   }
   const int n = it.tokens, slot = it.slot;
   const char* const state = along(along(a.state, slot, a.state_slot), hv, a.state_head);
-  const When when = when_asked(multiprocessors);
   if (when == kTokensHere && warp < kEarly) request_rows(state, s, warp, lane);
   if (it.begin != guess || n > each) {
     ask_tokens(a, it.begin, n);
