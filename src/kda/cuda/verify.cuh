@@ -6,8 +6,8 @@
 // by bulk copies into shared memory, asked for as soon as the place is free, so that the next head's (or block's) bytes are on their way
 // while this one is worked on; a warp asks for the rows of the state that it alone will read. Tokens are worked on in blocks of 8:
 //   stage      raw inputs (the three before the block too), gates, taps as they are in memory
-//   tokens     two warps each for q, k, v and the gates; a lane owns four channels. Convolution, SiLU, rounding; records and windows leave
-//              from registers, fp32 rows for the recurrence stay in shared memory, not normalised
+//   tokens     two warps each for q, k, v and the gates (of 64 channels: two tokens a warp); a lane owns four channels. Convolution, SiLU,
+//              rounding; records and windows leave from registers, fp32 rows for the recurrence stay in shared memory, not normalised
 //   scalars    a warp a token: k.k, q.q, k.q. The norms are factors of a row's sums, so no vector is scaled by them
 //   rows       `advance` of recurrence.cuh token by token with the state in registers; o goes to shared memory
 //   output     a warp a token; the sum of squares is taken in units of 16 rows that are added in a fixed tree, so that it has the same bits
@@ -476,7 +476,9 @@ __global__ void __launch_bounds__(kThreads, kPlain ? 2 : 1) verify_kernel(const 
       if (warp == kWarps - 1 && last) *s.next() = item_of(a, head + stride);
       // Two scalars come straight from memory: asked for before the wait.
       const auto logit_of = [&](int t) { return load(a.beta, at(a.beta, it.begin + first + t, it.hv)); };
-      const int own = (warp - 3 * n) & (kWarps - 1);
+      constexpr int kTogether = 128 / (K > kRows ? K : kRows), kLanes = 32 / kTogether;  // tokens of a warp; lanes of one
+      const int rounds = (n + kTogether - 1) / kTogether, part = lane / kLanes, l = lane % kLanes,
+                own = kTogether * ((warp - 3 * rounds) & (kWarps - 1)) + part;
       const float logit = own < n ? logit_of(own) : 0.0f, a_log = load(a.a_log, at(a.a_log, it.hv));
       if constexpr (kBulk) {
 #if __CUDA_ARCH__ >= 900
@@ -486,15 +488,15 @@ __global__ void __launch_bounds__(kThreads, kPlain ? 2 : 1) verify_kernel(const 
       } else {
         copy_tokens<M, Act, K>(a, it, s, v0, first, n);
       }
-      // Four pieces of work a token; the warps take them in turns.
+      // Four pieces of work a token; the warps take them in turns, of two tokens at once where a head has 64 channels.
 #pragma unroll 1
       for (int piece = 0; piece < 4; ++piece)
 #pragma unroll 1
-        for (int t = (warp - piece * n) & (kWarps - 1); t < n; t += kWarps)
+        for (int t = kTogether * ((warp - piece * rounds) & (kWarps - 1)) + part; t < n; t += kTogether * kWarps)
           if (piece < 3)
-            convolve<Act, K, kPlain>(a, it, s, piece, v0, first, t, lane);
+            convolve<Act, K, kPlain>(a, it, s, piece, v0, first, t, l);
           else
-            gates<K, kPlain>(a, it, s, v0, first, t, amplitude_of(a_log), t == own ? logit : logit_of(t), lane);
+            gates<K, kPlain>(a, it, s, v0, first, t, amplitude_of(a_log), t == own ? logit : logit_of(t), l);
       __syncthreads();
       if (last) {
         head += stride;
