@@ -63,6 +63,7 @@ struct AcceptWindowParams {
   TensorView reserved_rows;
   std::int64_t page_size = 1;
   TensorView host_cache_locs;  ///< in/out [R, L] int32 or int64
+  std::int64_t sm_budget = 0;  ///< CUDA: most SMs that the call may occupy beside other work, 0: as many as help
 };
 SPECSTATE_API void accept_window(const AcceptWindowParams& params, Stream stream = {});
 

@@ -141,6 +141,7 @@ void accept_window(const AcceptWindowParams& p, Stream stream) {
   std::deque<std::string> names;
   const std::vector<WindowTables> groups = check_groups(check, p.groups, p.num_groups, a, names);
   check_batch(check, p, a);
+  a.sm_budget = check_sm_budget(check, p.sm_budget);
   check.arg("accepted", p.accepted).required().dtype(DType::kInt32).shape({Dim(a.batch)}).same_device();
   // Both may be one table: then it is one argument.
   const char* const reserved = same_view(p.reserved_rows, p.host_cache_locs) ? "host_cache_locs" : "reserved_rows";

@@ -38,6 +38,7 @@ struct WindowArgs {
   std::int64_t page;                    // rows of an entry of `reserved`
   std::int64_t host_rows, device_rows;  // that exist in every layer
   const char* op;
+  std::int64_t sm_budget = 0;
   /// The host row that is set aside for a position; < 0: none.
   SPECSTATE_HD std::int64_t reserved_row(std::int64_t r, std::int64_t p) const {
     const std::int64_t entry = reserved(r, p / page);

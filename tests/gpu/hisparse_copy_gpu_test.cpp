@@ -294,6 +294,7 @@ void window_world(unsigned seed, int rounds) {
       ASSERT_EQ(std::memcmp(host[i]->data(), plain[i]->host(), plain[i]->size()), 0) << "host pool " << i << ", " << when << ' ' << which;
   };
   const OwnStream stream;
+  const i64 budget = random.one_in(2) ? 0 : random.pick(1, 9);
   const auto step = [&](Where where, Stream to) {
     const int i = where == Where::kDevice;
     OpenWindowParams open;
@@ -304,6 +305,7 @@ void window_world(unsigned seed, int rounds) {
     p.groups = groups[i].data(), p.num_groups = G, p.layout = paged ? RowLayout::kDsv4Paged : RowLayout::kLinear;
     p.requests = open.requests, p.widths = open.widths, p.accepted = taken.view(where), p.num_real_reqs = open.num_real_reqs;
     p.lengths = open.lengths, p.reserved_rows = reserve.view(where), p.page_size = page, p.host_cache_locs = committed.view(where);
+    p.sm_budget = budget;
     accept_window(p, to);
   };
   std::unique_ptr<Captured> graph;

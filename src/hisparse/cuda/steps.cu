@@ -164,11 +164,10 @@ __device__ __forceinline__ void back_up(int vec, const std::byte* from, std::byt
     back_up<std::uint8_t>(from, first, second, bytes);
 }
 
-__global__ void __launch_bounds__(kAcceptThreads) accept_kernel(const __grid_constant__ WindowArgs x, const __grid_constant__ Accepts all) {
-  const u32 b = blockIdx.x / all.cluster, rank = blockIdx.x - b * all.cluster, warps = all.cluster * kAcceptThreads / 32;
+/// Batch row b, by a cluster.
+__device__ __forceinline__ void accept_row(const WindowArgs& x, const Accepts& all, u32 b, u32 rank) {
+  const u32 warps = all.cluster * kAcceptThreads / 32;
   u32 w = threadIdx.x / 32 * all.cluster + rank;
-  ptx::wait_for_previous();
-  ptx::let_next_start();
   const Row row = row_of(x, b);
   if (!row.valid) return;  // the same in all blocks of the cluster
   // What does not stand leaves the tail. By the warps that have rows last, if at all.
@@ -228,6 +227,16 @@ __global__ void __launch_bounds__(kAcceptThreads) accept_kernel(const __grid_con
     if (stands && l.hosts) x.host_locs.store(r, p, host);
   }
   if (all.last && row.taken > 0 && rank == 0 && threadIdx.x == 0) x.lengths(row.r) = static_cast<std::int32_t>(row.length + row.taken);
+}
+
+/// A cluster a batch row, or, of a call with a budget, some rows one behind the other. Stores to the host are slow, and what else lies on a multiprocessor waits
+/// behind them; few multiprocessors write as fast as the link takes it.
+__global__ void __launch_bounds__(kAcceptThreads) accept_kernel(const __grid_constant__ WindowArgs x, const __grid_constant__ Accepts all) {
+  const u32 first = blockIdx.x / all.cluster, rank = blockIdx.x - first * all.cluster, clusters = gridDim.x / all.cluster;
+  ptx::wait_for_previous();
+  ptx::let_next_start();
+#pragma unroll 1
+  for (u32 b = first; b < x.batch; b += clusters) accept_row(x, all, b, rank);
 }
 
 /// One block a batch row: opens its window in the tail columns of all groups.
@@ -456,8 +465,9 @@ void run(const WindowArgs& x, const std::vector<WindowTables>& groups, const std
     specstate::cuda::Launch shape;
     // A warp a row of windows as they mostly are; it takes more where there are more.
     const i64 rows = now.layers * std::min<i64>(x.tail, 4);
-    shape.cluster = now.cluster = static_cast<u32>(std::clamp<i64>(rows * 32 / kAcceptThreads, 1, 8));
-    shape.grid = specstate::cuda::blocks_for(x.batch * shape.cluster, 1);
+    const i64 budget = x.sm_budget > 0 ? x.sm_budget : INT32_MAX;
+    shape.cluster = now.cluster = static_cast<u32>(std::clamp<i64>(rows * 32 / kAcceptThreads, 1, std::min<i64>(8, budget)));
+    shape.grid = specstate::cuda::blocks_for(std::min(x.batch, budget / shape.cluster) * shape.cluster, 1);
     shape.block = kAcceptThreads;
     shape.overlap = true;
     specstate::cuda::launch(&accept_kernel, shape, stream, x, now);
