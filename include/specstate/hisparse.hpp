@@ -176,8 +176,21 @@ struct ReplayPlanParams {
   std::int64_t sm_budget = 0;  ///< CUDA: most SMs that the copies may occupy, 0: as many as help
   const char* op = "replay_plan";
   bool one_plan_stride = false;  ///< refuse plans whose row strides differ, as sglang does
+  /// Optional, in/out [num_followers] int32, dense or strided, 0 before the first use: the followers' rows come one follower behind the other, each to be
+  /// awaited by `await_follower`. So one call beside the layers, on few SMs, serves a layer as soon as its own rows are there.
+  TensorView arrived;
 };
 SPECSTATE_API void replay_plan(const ReplayPlanParams& params, Stream stream = {});
+
+/// Work behind this call in `stream` finds the rows of one follower of a `replay_plan` that was given `arrived` there. The replay may be in another stream; it
+/// has been called before this, and each of its followers is awaited once before the next replay with the same `arrived`. On a GPU one warp waits, so
+/// kernels of the two streams must be able to run at the same time; after 20 seconds it gives up, which is an error of the launch. On the CPU a follower that has not
+/// arrived is an error.
+struct AwaitFollowerParams {
+  TensorView arrived;         ///< in/out [num_followers] int32; that of the follower is 0 again afterwards
+  std::int64_t follower = 0;  ///< 0..num_followers-1
+};
+SPECSTATE_API void await_follower(const AwaitFollowerParams& params, Stream stream = {});
 
 /// For every layer l and entry i: the 584-byte row src_indices[i] of src[l] goes to row dst_indices[i] of dst[l], both DSv4-paged.
 /// A dst is the src of its layer, whole, or lies apart from everything else. A destination named twice, or that is also a source of the same

@@ -131,11 +131,11 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_replay_plan, [](Opt miss_src, Opt miss_ds
                                                        ffi::Array<ffi::Tensor> host_cache, ffi::Array<ffi::Tensor> device_buffer,
                                                        ffi::Array<ffi::Tensor> host_cache_v, ffi::Array<ffi::Tensor> device_buffer_v,
                                                        std::int64_t item_size_bytes, bool paged, bool skip_io, std::int64_t sm_budget,
-                                                       bool one_plan_stride, ffi::String op, std::int64_t s) {
+                                                       bool one_plan_stride, Opt arrived, ffi::String op, std::int64_t s) {
   guard([&] {
     const std::vector<KvBuffers> followers = layers(kLayerNames, host_cache, device_buffer, host_cache_v, device_buffer_v);
     ReplayPlanParams p;
-    SPECSTATE_SET(p, miss_src, miss_dst, miss_count, num_real_reqs);
+    SPECSTATE_SET(p, miss_src, miss_dst, miss_count, num_real_reqs, arrived);
     p.followers = followers.data();
     p.num_followers = static_cast<std::int64_t>(followers.size());
     p.item_size_bytes = item_size_bytes;
@@ -145,6 +145,15 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_replay_plan, [](Opt miss_src, Opt miss_ds
     p.one_plan_stride = one_plan_stride;
     p.op = op.c_str();
     replay_plan(p, stream(s));
+  });
+});
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hisparse_await_follower, [](Opt arrived, std::int64_t follower, std::int64_t s) {
+  guard([&] {
+    AwaitFollowerParams p;
+    SPECSTATE_SET(p, arrived);
+    p.follower = follower;
+    await_follower(p, stream(s));
   });
 });
 

@@ -1,6 +1,6 @@
 """HiSparse: sparse attention over a KV cache in host memory with a small hot buffer of device rows.
 
-The library's own operations (`swap_in`, `swap_in_single`, `replay_plan`, `transfer_paged`) and, under sglang's names and
+The library's own operations (`swap_in`, `swap_in_single`, `replay_plan`, `await_follower`, `transfer_paged`) and, under sglang's names and
 signatures (0.5.23), the calls that work inside sglang's own state tensors. Words used below: B batch rows, R request slots,
 S steps, K top-k, H hot slots, P tail slots, L positions a request can have, Nh host rows, Nd device rows. A "token" is a position
 inside its request, a "loc" a row of a pool. Idea and state are those of HiSparse (sglang, LMSYS 2026-04-10). On the CPU backend host and
@@ -32,6 +32,7 @@ __all__ = [
     "Coordinator",
     "HiSparseSpecState",
     "SwapState",
+    "await_follower",
     "copy_cache_planned_mla",
     "load_blocks_to_device_buffer_mha",
     "load_cache_to_device_buffer_dsv4_mla",
@@ -335,20 +336,22 @@ def replay_plan(
     layout="linear",
     skip_io=False,
     sm_budget=0,
+    arrived=None,
     stream=None,
 ):
     """Replays rows 0..num_real_reqs-1 of a recorded miss plan on one follower layer, or on many (lists of buffers). Copies only.
 
     miss_src [>=B, M] int64 host rows, miss_dst (same) int32 device rows, miss_count [B] int32 (0 to M), as a swap wrote them; num_real_reqs [1]
     int32, None: all rows. host_cache [Nh, ...], device_buffer [Nd, ...]: rows of the same number of bytes, which may differ from layer to layer;
-    host_cache_v, device_buffer_v: second pairs. A pair with a negative row is skipped. Returns None.
+    host_cache_v, device_buffer_v: second pairs. A pair with a negative row is skipped. arrived [one element a follower] int32, zeros before the first use: rows come one follower
+    behind the other, and `await_follower` waits for one's. Returns None.
     """
     _replay("replay_plan", **dict(locals(), paged=_paged(layout)))
 
 
 def _replay(
     op, *, miss_src, miss_dst, miss_count, num_real_reqs, host_cache, device_buffer, host_cache_v=None, device_buffer_v=None,
-    item_size_bytes=_INFER, paged=False, skip_io=False, sm_budget=0, stream=None, **_,
+    item_size_bytes=_INFER, paged=False, skip_io=False, sm_budget=0, arrived=None, stream=None, **_,
 ):  # fmt: skip
     layers = _layers(op, host_cache, device_buffer, host_cache_v, device_buffer_v)
     function("hisparse_replay_plan")(
@@ -362,9 +365,19 @@ def _replay(
         flag("skip_io", skip_io),
         integer("sm_budget", sm_budget),
         op.startswith("copy_"),  # sglang's name keeps its one row stride of both plan tensors
+        array_out("arrived", arrived),
         op,
         stream_handle(stream, miss_src),
     )
+
+
+def await_follower(arrived, follower, *, stream=None):
+    """What comes behind this in `stream` finds the rows of follower `follower` there, of a `replay_plan` that was given `arrived` [followers] int32.
+
+    That replay may be in another stream and has been called before; each of its followers is awaited once before the next one. On a GPU one warp waits, so
+    kernels of both streams must be able to run at the same time. On the CPU, where calls are done when they return, a follower that has not arrived is a ValueError.
+    """
+    function("hisparse_await_follower")(array_out("arrived", arrived), integer("follower", follower), stream_handle(stream, arrived))
 
 
 def transfer_paged(src, dst, src_indices, dst_indices, *, sm_budget=0, stream=None):

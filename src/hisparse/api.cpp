@@ -85,6 +85,8 @@ void replay_plan(const ReplayPlanParams& params, Stream stream) {
   dispatch(params.miss_src, args, followers, stream);
 }
 
+void await_follower(const AwaitFollowerParams& params, Stream stream) { dispatch(params.arrived, check(params), stream); }
+
 void transfer_paged(const TransferPagedParams& params, Stream stream) {
   std::vector<TransferLayer> layers;
   const TransferArgs args = check(params, layers);

@@ -138,7 +138,12 @@ struct ReplayPlanArgs {
   std::int64_t batch, capacity;
   std::int64_t sm_budget;
   const char* op;
-  bool early = false;  // CUDA: the swap that records the plan is the kernel before, and publishes it while it is at work
+  Strided1<std::int32_t> arrived = {};  // [followers], if each is awaited
+  bool early = false;                   // CUDA: the swap that records the plan is the kernel before, and publishes it while it is at work
+};
+struct AwaitFollowerArgs {
+  std::int32_t* arrived;  // the follower's
+  const char* op = "await_follower";
 };
 /// What a swap records, for its followers.
 inline ReplayPlanArgs plan_of(const SwapInArgs& a) {
@@ -174,6 +179,7 @@ void run(const SwapInArgs& args, const CopyArgs* followers, std::int64_t num_fol
 void run(const SpecSwapArgs& args, Stream stream);
 void run(const SwapInSingleArgs& args, Stream stream);
 void run(const ReplayPlanArgs& args, const CopyArgs* followers, std::int64_t num_followers, Stream stream);
+void run(const AwaitFollowerArgs& args, Stream stream);
 void run(const TransferArgs& args, const TransferLayer* layers, std::int64_t num_layers, Stream stream);
 void reset(const SwapState& state, const TensorView& requests);
 }  // namespace cpu
@@ -184,6 +190,7 @@ void run(const SwapInArgs& args, const CopyArgs* followers, std::int64_t num_fol
 void run(const SpecSwapArgs& args, Stream stream);
 void run(const SwapInSingleArgs& args, Stream stream);
 void run(const ReplayPlanArgs& args, const CopyArgs* followers, std::int64_t num_followers, Stream stream);
+void run(const AwaitFollowerArgs& args, Stream stream);
 void run(const TransferArgs& args, const TransferLayer* layers, std::int64_t num_layers, Stream stream);
 void reset(const SwapState& state, const TensorView& requests, Stream stream);
 }  // namespace cuda

@@ -504,8 +504,18 @@ ReplayPlanArgs check(const ReplayPlanParams& p, std::vector<CopyArgs>& followers
   std::deque<LayerNames> names;
   followers = follower_args(check, p.followers, p.num_followers, nullptr, "", p.layout, p.item_size_bytes, p.skip_io,
                             flat_of(p.item_size_bytes), names);
+  check.arg("arrived", p.arrived).dtype(DType::kInt32).shape({p.num_followers}).same_device().written();
+  a.arrived = strided1<std::int32_t>(p.arrived);
   check.outputs_apart();
   return a;
+}
+
+AwaitFollowerArgs check(const AwaitFollowerParams& p) {
+  Checker check("await_follower");
+  check.arg("arrived", p.arrived).required().dtype(DType::kInt32).ndim(1).same_device().written();
+  check.require(0 <= p.follower && p.follower < p.arrived.sizes[0], "follower", fmt::format("0 to {}", p.arrived.sizes[0] - 1),
+                std::to_string(p.follower));
+  return {p.arrived.as<std::int32_t>() + p.follower * p.arrived.strides[0]};
 }
 
 TransferArgs check(const TransferPagedParams& p, std::vector<TransferLayer>& layers) {

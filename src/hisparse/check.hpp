@@ -23,6 +23,7 @@ inline SwapInArgs check(const SwapInParams& params) {  // of a call without foll
 SpecSwapArgs check(const SpecSwapParams& params);
 SwapInSingleArgs check(const SwapInSingleParams& params);
 ReplayPlanArgs check(const ReplayPlanParams& params, std::vector<CopyArgs>& followers);
+AwaitFollowerArgs check(const AwaitFollowerParams& params);
 TransferArgs check(const TransferPagedParams& params, std::vector<TransferLayer>& layers);
 TransferArgs check(const TransferPagedPointersParams& params, std::vector<TransferLayer>& layers);
 

@@ -762,6 +762,13 @@ void run(const ReplayPlanArgs& x, const CopyArgs* followers, std::int64_t num_fo
   }
   for (std::int64_t f = 0; f < num_followers; ++f)
     if (!followers[f].skip_io) move_all(followers[f], moves);
+  if (x.arrived)
+    for (std::int64_t f = 0; f < num_followers; ++f) x.arrived(f) = 1;
+}
+
+void run(const AwaitFollowerArgs& x, Stream) {
+  if (*x.arrived == 0) refuse(x.op, "arrived", "a follower whose rows were copied and not awaited yet", "0");
+  *x.arrived = 0;
 }
 
 void run(const TransferArgs& x, const TransferLayer* layers, std::int64_t num_layers, Stream) {

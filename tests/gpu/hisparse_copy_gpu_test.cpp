@@ -136,6 +136,85 @@ TEST(HisparseCopyGpu, FollowersOnASideStream) {
   EXPECT_FALSE(same) << "the comparison does not notice a follower that ran before its plan was there";
 }
 
+/// One replay on a side stream for all followers, each awaited by itself on the main stream, which then reads its rows.
+TEST(HisparseCopyGpu, FollowersAreAwaitedOneByOne) {
+  SPECSTATE_NEEDS_GPU();
+  Random random(8);
+  const OwnStream main, side;
+  cudaEvent_t begun;
+  SPECSTATE_GPU(cudaEventCreateWithFlags(&begun, cudaEventDisableTiming));
+  constexpr i64 kLayers = 3, M = 5;
+  for (const i64 B : {0, 3, 40, 1030}) {
+    if (small() && B > 3) break;
+    for (const bool skip : {false, true})
+      for (const bool two : {false, true}) {
+        if (skip && (two || B != 3)) continue;
+        const i64 rows = std::max<i64>(B * M, 1), item = two ? 64 : 576;
+        Pinned host(rows * item);
+        std::vector<std::unique_ptr<Pair<u8>>> pools, seen;
+        for (i64 i = 0; i < (two ? 2 : 1) * kLayers; ++i)
+          for (auto* list : {&pools, &seen}) list->push_back(std::make_unique<Pair<u8>>(std::initializer_list<i64>{rows, item}));
+        Pair<i64> src({std::max<i64>(B, 1), M});
+        Pair<i32> dst({std::max<i64>(B, 1), M}), count({std::max<i64>(B, 1)}), real({1}), arrived({2 * kLayers});
+        for (int round = 0; round < (small() ? 2 : 3); ++round) {
+          std::vector<i64> from(src.size() / 8);
+          std::vector<i32> to(dst.size() / 4), n(count.size() / 4);
+          for (i64& x : from) x = random.pick(0, rows - 1);
+          std::iota(to.begin(), to.end(), 0);
+          std::shuffle(to.begin(), to.end(), random);
+          for (i32& x : to) x = x < rows ? x : -1;
+          for (i32& x : n) x = static_cast<i32>(random.pick(0, M));
+          src.set(from), dst.set(to), count.set(n), real.set({static_cast<i32>(random.one_in(2) ? B : random.pick(0, B))});
+          const auto replay = [&](Where where, Stream stream) {
+            KvBuffers layers[kLayers];
+            for (i64 l = 0; l < kLayers; ++l) {
+              layers[l].host_cache = host.rows(rows, item, where), layers[l].device_buffer = pools[at(l)]->view(where);
+              if (two)
+                layers[l].host_cache_v = host.rows(rows, item, where), layers[l].device_buffer_v = pools[at(kLayers + l)]->view(where);
+            }
+            ReplayPlanParams p;
+            const auto first = [&](TensorView t) {
+              t.sizes[0] = B;
+              return t;
+            };
+            p.miss_src = first(src.view(where)), p.miss_dst = first(dst.view(where)), p.miss_count = first(count.view(where));
+            p.num_real_reqs = real.view(where), p.followers = layers, p.num_followers = kLayers, p.skip_io = skip,
+            p.sm_budget = 4 * (round % 2);
+            p.arrived = arrived.view(where), p.arrived.sizes[0] = kLayers, p.arrived.strides[0] = 2;
+            replay_plan(p, stream);
+          };
+          const auto follow = [&](Where where, i64 l, Stream stream) {
+            AwaitFollowerParams p;
+            p.arrived = arrived.view(where), p.arrived.sizes[0] = kLayers, p.arrived.strides[0] = 2, p.follower = l;
+            await_follower(p, stream);
+            for (i64 i = l; i < static_cast<i64>(pools.size()); i += kLayers) {
+              const TensorView t = pools[at(i)]->view(where), u = seen[at(i)]->view(where);
+              if (where == Where::kHost)
+                std::memcpy(u.data, t.data, pools[at(i)]->size());
+              else
+                SPECSTATE_GPU(cudaMemcpyAsync(u.data, t.data, pools[at(i)]->size(), cudaMemcpyDeviceToDevice, main.native()));
+            }
+          };
+          SPECSTATE_GPU(cudaEventRecord(begun, main.native()));
+          SPECSTATE_GPU(cudaStreamWaitEvent(side.native(), begun, 0));
+          if (!small() && round == 1 && B == 40)  // the main stream has to wait for long
+            SPECSTATE_GPU(cudaLaunchHostFunc(
+                side.native(), [](void*) { std::this_thread::sleep_for(std::chrono::milliseconds(20)); }, nullptr));
+          replay(Where::kDevice, side);
+          for (i64 l = 0; l < kLayers; ++l) follow(Where::kDevice, l, main);
+          ASSERT_TRUE(main.synchronize());
+          ASSERT_TRUE(side.synchronize());
+          replay(Where::kHost, {});
+          for (i64 l = 0; l < kLayers; ++l) follow(Where::kHost, l, {});
+          for (const auto& list : {&pools, &seen})
+            for (const auto& pool : *list) ASSERT_EQ(pool->difference(), "") << B << " rows, round " << round;
+          ASSERT_EQ(arrived.difference(), "");
+        }
+      }
+  }
+  cudaEventDestroy(begun);
+}
+
 // ------------------------------------------------------------------------------------------------------------ transfers
 
 TEST(HisparseCopyGpu, PagedTransfersBothWays) {

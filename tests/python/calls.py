@@ -231,6 +231,10 @@ def transfer_cache_dsv4_mla():
     return {"src_ptrs": at[0], "dst_ptrs": at[1], "src_indices": np.array([1, 5]), "dst_indices": np.array([0, 63])}
 
 
+def await_follower():  # one that has arrived
+    return {"arrived": np.array([0, 1], np.int32), "follower": 1}
+
+
 def raise_pending_error():
     return {"like": np.zeros(1, np.float32)}
 
@@ -247,8 +251,8 @@ CALLS = {
         load_cache_to_device_buffer_dsv4_mla,
     )
 }  # fmt: skip
-# And what takes addresses on trust, or writes nothing.
-ALL_CALLS = {**CALLS, "transfer_cache_dsv4_mla": transfer_cache_dsv4_mla, "raise_pending_error": raise_pending_error}
+# And what takes addresses on trust, waits, or writes nothing.
+ALL_CALLS = {f.__name__: f for f in (*CALLS.values(), transfer_cache_dsv4_mla, await_follower, raise_pending_error)}
 
 
 def operation(name):

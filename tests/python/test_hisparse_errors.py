@@ -428,6 +428,23 @@ def test_transfer_refusals():
         hisparse.transfer_paged(page[0, 1:], page, i, i)
 
 
+def test_followers_are_awaited_once():
+    a = replay_arguments()
+    plan = {k: a[k] for k in ("miss_src", "miss_dst", "miss_count")}
+    pools, arrived = [np.zeros((3, 8), np.uint8) for _ in range(2)], np.zeros(2, np.int32)
+    for _ in range(2):
+        hisparse.replay_plan(**plan, host_cache=[a["host_cache"]] * 2, device_buffer=pools, arrived=arrived)
+        for follower in (1, 0):
+            hisparse.await_follower(arrived, follower)
+            with pytest.raises(ValueError, match=r"await_follower: arrived: expected a follower whose rows were copied and not awaited yet, got 0\."):
+                hisparse.await_follower(arrived, follower)
+    assert not arrived.any() and (pools[1][2] == a["host_cache"][0]).all()
+    with pytest.raises(ValueError, match=r"await_follower: follower: expected 0 to 1, got 2\."):
+        hisparse.await_follower(arrived, 2)
+    with pytest.raises(ValueError, match=r"replay_plan: arrived: expected shape \[2\], got \(3,\)\."):
+        hisparse.replay_plan(**plan, host_cache=[a["host_cache"]] * 2, device_buffer=pools, arrived=np.zeros(3, np.int32))
+
+
 def test_a_layer_of_a_replay_may_be_named_twice():
     """As in sglang's benchmark. Any other two layers are apart: rows of one would lie under those of the other."""
     host, device = np.arange(64, dtype=np.uint8).reshape(8, 8), np.zeros((8, 8), np.uint8)

@@ -5,6 +5,10 @@
 // one transfer (a search in the running counts of the batch rows), then the warp moves them four at a time. Behind a swap that publishes its plan
 // (swap.cu) the copies begin as soon as that stands, so that the link does not rest between the last row of one and the first of the other.
 //
+// Followers that are awaited one by one (`arrived`) come one behind the other: a warp brings its rows of the first, says so and goes on with the second, and waits for
+// nobody. The last warp to say so sets the follower's sign, which await_kernel takes. So a layer waits for its own rows alone, and the copies of all of
+// them are one launch, whose multiprocessors nobody takes between two followers.
+//
 // A call with a budget runs beside other kernels. There a block is as large as a multiprocessor, so that it has one to itself: two blocks on one brought
 // rows half as fast, and what else lies there waits behind its requests to the host. And it starts when the work before it is done, not before: blocks
 // that only wait for the call before them would take as many multiprocessors again from what runs beside.
@@ -24,8 +28,9 @@ constexpr int kMostStreams = 64;     // pairs of buffers in one launch
 struct Streams {
   PairGeometry at[kMostStreams];
   i64 host_rows, device_rows, item;
-  int count, vec;
+  int vec;
   bool paged;
+  int rounds, each, first;  // rounds of so many streams: all in one, or a follower's; number of the first follower
 };
 
 /// The count of a row whose swap may still be at work: it is negative until all entries are there.
@@ -37,6 +42,43 @@ __device__ __forceinline__ i64 await_count(const std::int32_t* count) {
     if (n >= 0) return n;
     __nanosleep(100);
   }
+}
+
+constexpr std::int32_t kArrived = INT32_MIN;  // all rows of a follower are there
+
+/// This warp's rows of a follower are there.
+__device__ __forceinline__ void tell(std::int32_t* arrived, u32 warps) {
+  __threadfence();
+  __syncwarp();
+  if (lane_id() != 0) return;
+  std::int32_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(arrived) : "memory");
+  if (before == static_cast<std::int32_t>(warps) - 1)
+    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(arrived), "r"(kArrived) : "memory");
+}
+
+__device__ __forceinline__ u64 nanoseconds() {
+  u64 t;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+  return t;
+}
+constexpr u64 kPatience = 20'000'000'000;  // an await without a replay: an error is better than a GPU that hangs
+
+/// One warp. It lets no other kernel start before the rows are there: blocks that wait for it could take the multiprocessors that the copies need.
+__global__ void __launch_bounds__(32) await_kernel(std::int32_t* arrived) {
+  if (threadIdx.x == 0) {
+    const u64 begin = nanoseconds();
+    std::int32_t n;
+#pragma unroll 1
+    for (;;) {
+      asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(n) : "l"(arrived) : "memory");
+      if (n == kArrived) break;
+      if (nanoseconds() - begin > kPatience) __trap();
+      __nanosleep(50);
+    }
+  }
+  ptx::wait_for_previous();
+  if (threadIdx.x == 0) *arrived = 0;
 }
 
 /// x.early: this kernel has started while the swap before it, all of whose blocks are running, is at work. It reads nothing else that the swap writes, and is
@@ -52,10 +94,10 @@ __global__ void __launch_bounds__(kThreads) replay_kernel(const __grid_constant_
   i64 real = x.batch;
   if (x.num_real) real = min(max(static_cast<i64>(*x.num_real), i64{0}), x.batch);
   const u32 warp = threadIdx.x / 32, warps = gridDim.x * (kThreads / 32), me = warp * gridDim.x + blockIdx.x;
-  const u32 streams = static_cast<u32>(to.count);
+  const u32 each = static_cast<u32>(to.each);
   u32 widest = kThreads / 2;  // step of a search over the rows that there can be
-  while (widest >= x.batch) widest >>= 1;
-  for (i64 first = 0; first < real; first += kThreads) {
+  while (widest > 0 && widest >= x.batch) widest >>= 1;
+  for (i64 first = 0; first == 0 || first < real; first += kThreads) {
     const i64 b = first + threadIdx.x;
     const u32 mine = b < real ? static_cast<u32>(min(max(mine_now, i64{0}), x.capacity)) : 0;
     mine_now = count(b + kThreads);
@@ -67,27 +109,31 @@ __global__ void __launch_bounds__(kThreads) replay_kernel(const __grid_constant_
     before[threadIdx.x] = sum;
     if (threadIdx.x == kThreads - 1) before[kThreads] = sum + mine;
     __syncthreads();
-    const u64 work = static_cast<u64>(before[kThreads]) * streams;
-    for (u64 start = me; start < work; start += 32ull * warps) {
-      const u64 w = start + static_cast<u64>(lane_id()) * warps;
-      Way way{};
-      if (w < work) {
-        const u32 miss = static_cast<u32>(w / streams), stream = static_cast<u32>(w - static_cast<u64>(miss) * streams);
-        u32 row = 0;
-        for (u32 step = widest; step > 0; step >>= 1)
-          if (before[row + step] <= miss) row += step;
-        const i64 src = x.src(first + row, miss - before[row]), dst = x.dst(first + row, miss - before[row]);
-        if (dst >= 0 && dst < to.device_rows && src >= 0 && src < to.host_rows) {
-          const PairGeometry& g = to.at[stream];
-          way.from = g.host + (to.paged ? layout::paged_value_offset(src) : layout::linear_offset(src, g.host_pitch));
-          way.to = g.device + (to.paged ? layout::paged_value_offset(dst) : layout::linear_offset(dst, g.device_pitch));
-          if (to.paged) {
-            way.scale = g.host + layout::paged_scale_offset(src);
-            way.scale_to = g.device + layout::paged_scale_offset(dst);
+#pragma unroll 1
+    for (int round = 0; round < to.rounds; ++round) {
+      const u64 work = static_cast<u64>(before[kThreads]) * each;
+      for (u64 start = me; start < work; start += 32ull * warps) {
+        const u64 w = start + static_cast<u64>(lane_id()) * warps;
+        Way way{};
+        if (w < work) {
+          const u32 miss = static_cast<u32>(w / each), stream = round * each + static_cast<u32>(w - static_cast<u64>(miss) * each);
+          u32 row = 0;
+          for (u32 step = widest; step > 0; step >>= 1)
+            if (before[row + step] <= miss) row += step;
+          const i64 src = x.src(first + row, miss - before[row]), dst = x.dst(first + row, miss - before[row]);
+          if (dst >= 0 && dst < to.device_rows && src >= 0 && src < to.host_rows) {
+            const PairGeometry& g = to.at[stream];
+            way.from = g.host + (to.paged ? layout::paged_value_offset(src) : layout::linear_offset(src, g.host_pitch));
+            way.to = g.device + (to.paged ? layout::paged_value_offset(dst) : layout::linear_offset(dst, g.device_pitch));
+            if (to.paged) {
+              way.scale = g.host + layout::paged_scale_offset(src);
+              way.scale_to = g.device + layout::paged_scale_offset(dst);
+            }
           }
         }
+        go_ways(to.vec, to.item, way, static_cast<u32>(min(u64{32}, (work - start + warps - 1) / warps)));
       }
-      go_ways(to.vec, to.item, way, static_cast<u32>(min(u64{32}, (work - start + warps - 1) / warps)));
+      if (x.arrived && first + kThreads >= real) tell(&x.arrived(to.first + round), warps);
     }
     __syncthreads();
   }
@@ -152,7 +198,7 @@ __global__ void reset_kernel(const __grid_constant__ ResetArgs x) {
 }  // namespace
 
 void run(const ReplayPlanArgs& x, const CopyArgs* followers, std::int64_t num_followers, Stream stream) {
-  if (x.batch == 0) return;
+  if (x.batch == 0 && !x.arrived) return;
   i64 host_rows = INT64_MAX, device_rows = INT64_MAX;  // rows that exist everywhere
   for (i64 f = 0; f < num_followers; ++f) {
     host_rows = std::min(host_rows, followers[f].host_rows());
@@ -160,20 +206,25 @@ void run(const ReplayPlanArgs& x, const CopyArgs* followers, std::int64_t num_fo
   }
   for (i64 f = 0; f < num_followers;) {  // as many layers a launch as have rows of one kind
     const CopyGeometry kind = geometry(followers[f]);
+    const int pairs = kind.skip ? 0 : kind.pairs;
     Streams to{};
     to.host_rows = host_rows;
     to.device_rows = device_rows;
     to.item = kind.item;
     to.vec = kind.vec;
     to.paged = kind.paged;
+    to.first = static_cast<int>(f);
+    int count = 0;
     for (; f < num_followers; ++f) {
       const CopyGeometry g = geometry(followers[f]);
-      if (g.item != kind.item || g.paged != kind.paged || to.count + g.pairs > kMostStreams) break;
+      if (g.item != kind.item || g.paged != kind.paged || count + g.pairs > kMostStreams || (x.arrived && g.pairs != kind.pairs)) break;
       to.vec = std::min(to.vec, g.vec);
       if (!g.skip)
-        for (int i = 0; i < g.pairs; ++i) to.at[to.count++] = g.pair[i];
+        for (int i = 0; i < g.pairs; ++i) to.at[count++] = g.pair[i];
     }
-    if (to.count == 0) continue;
+    if (count == 0 && !x.arrived) continue;
+    to.rounds = x.arrived ? static_cast<int>(f) - to.first : 1;
+    to.each = x.arrived ? pairs : count;
     specstate::cuda::Launch shape;
     shape.grid = copy_blocks(kReplayBlocks, 1, kReplayBlocks, x.sm_budget);  // how many rows there are, only the GPU knows
     const bool alone = x.sm_budget > 0;
@@ -181,6 +232,12 @@ void run(const ReplayPlanArgs& x, const CopyArgs* followers, std::int64_t num_fo
     shape.overlap = !alone || x.batch > 32;
     specstate::cuda::launch(alone ? &replay_kernel<kAloneThreads> : &replay_kernel<kThreads>, shape, stream, x, to);
   }
+}
+void run(const AwaitFollowerArgs& x, Stream stream) {
+  specstate::cuda::Launch shape;
+  shape.block = 32;
+  shape.overlap = true;
+  specstate::cuda::launch(&await_kernel, shape, stream, x.arrived);
 }
 
 void run(const TransferArgs& x, const TransferLayer* layers, std::int64_t num_layers, Stream stream) {
