@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """The benchmarks on a GPU, beside sglang's own kernels, in one run.
 
-    tools/gpu_bench.py [--wheel FOLDER] [--only FAMILY] [--quick] [--out FILE]      on a machine with an NVIDIA GPU
+    tools/gpu_bench.py [--wheel FOLDER] [--peer-reports FOLDER] [--only FAMILY] [--quick] [--out FILE]      on a machine with an NVIDIA GPU
     tools/gpu_bench.py --record FILE        takes such a run into bench/results/<device>.json and docs/performance.md
 
 Ours, the floors and the machine's ceilings come from `specstate bench FAMILY --device cuda`; the peers from bench/peers/<family>.py, which
 measures them and ours in turns (needs torch, and the unpacked wheel of sglang 0.5.23 in FOLDER; see bench/peers/sglang_wheel.py).
-Without --wheel no peers are measured. Without --out the run is recorded at once.
+Without --wheel no peers are measured; what --peer-seconds cut off is gone on with by a second run with the same --peer-reports. Without --out the run is recorded at once.
 """
 
 import argparse
@@ -89,8 +89,9 @@ def measure(options):
         for family in PEERS:
             if not options.wheel or options.only not in ("", family):
                 continue
-            theirs = pathlib.Path(folder) / f"{family}.json"
-            command = [sys.executable, str(ROOT / "bench" / "peers" / f"{family}.py"), "--wheel", options.wheel, "--json", str(theirs), *quick]
+            theirs = (options.peer_reports or pathlib.Path(folder)) / f"{family}.json"
+            theirs.parent.mkdir(parents=True, exist_ok=True)
+            command = [sys.executable, str(ROOT / "bench" / "peers" / f"{family}.py"), "--wheel", options.wheel, "--json", str(theirs), "--resume", *quick]
             status = run_within(options.peer_seconds, command, env=environment())
             if status != 0:
                 print(f"gpu_bench: peers of {family} " + ("ran past --peer-seconds" if status is None else f"ended with status {status}"), file=sys.stderr)
@@ -106,6 +107,7 @@ def main():
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--seconds", type=float, help="no further case of a family is begun after so long")
     parser.add_argument("--peer-seconds", type=float, help="most for the peers of one family; what was measured by then counts")
+    parser.add_argument("--peer-reports", type=pathlib.Path, metavar="FOLDER", help="where peers' reports are kept; one that is there already is gone on with")
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--record", type=pathlib.Path, metavar="FILE")
     options = parser.parse_args()

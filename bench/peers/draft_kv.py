@@ -19,7 +19,7 @@ def stacked(timer, report, options):
     eps = torch.full((layers,), 1e-6, device="cuda")
     for tokens in [256] if timer.quick else [16, 256, 1024, 8192]:
         name = case("draft_kv", "fused_norm_rope_stacked", head_dim=dim, kv_heads=heads, layers=layers, tokens=tokens)
-        if options.only not in name:
+        if not options.wanted(name):
             continue
         kv = torch.randn(tokens, layers, 2 * heads * dim, **bf)
         positions = torch.arange(tokens, device="cuda", dtype=torch.int64) * 7 % 40960
@@ -62,7 +62,7 @@ def measure(timer, report, options):
             tokens, from_features = b * width, operation == "from_features"
             keys = dict(committed="1" if commit == width else commit / width, head_dim=dim, hidden=hidden, kv_heads=heads, layers=layers, tokens=tokens)
             name = case("draft_kv", operation, **keys, **({"features": features} if from_features else {}))
-            if options.only not in name:
+            if not options.wanted(name):
                 continue
             x = torch.randn(tokens, features if from_features else hidden, **bf)
             positions = torch.arange(tokens, device="cuda", dtype=torch.int64) % 40000

@@ -88,7 +88,7 @@ def measure(timer, report, options):
         w = World(requests, 4, item, misses)
         unique = 4 * misses - (2 if misses else 0)
         name = case("hisparse", "spec_swap", bytes=item, hot=HOT, misses=unique, requests=requests, steps=4, top_k=TOP_K)
-        if options.only not in name:
+        if not options.wanted(name):
             continue
         mine, peer = w.spec(ours.HiSparseSpecState), w.spec(theirs.HiSparseSpecState)
         calls = {"ours": lambda _: ours.load_cache_to_device_buffer_spec_mla(**mine), SGLANG: lambda _: theirs.load_cache_to_device_buffer_spec_mla(**peer)}
@@ -109,7 +109,7 @@ def measure(timer, report, options):
     for requests, misses in [(1, 410)] if timer.quick else [(1, 410), (1, 2), (10, 410), (100, 2), (100, 410)]:
         item = 512
         name = case("hisparse", "single_swap", bytes=item, hot=HOT, misses=misses, requests=requests, steps=1, top_k=TOP_K)
-        if options.only not in name:
+        if not options.wanted(name):
             continue
         w = World(requests, 1, item, misses)
         call = w.single(0, w.out[:, 0].contiguous()) | w.plan

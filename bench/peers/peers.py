@@ -96,17 +96,20 @@ def main(measure):
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json")
     parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--resume", action="store_true", help="go on with the report of --json: what it has is not measured again")
     options = parser.parse_args()
     sglang_wheel.use(options.wheel)
-    results = {}
+    written = pathlib.Path(options.json) if options.json else None
+    results = json.loads(written.read_text()) if options.resume and written and written.exists() else {}
+    options.wanted = lambda name: options.only in name and name not in results
 
     def report(name, times, **more):
         """`more`: other numbers of the peer, which go beside the result by their names."""
         results[name] = {"ours_us": times.get("ours"), "peers": {k: round(v, 3) for k, v in times.items() if k != "ours"}, **more}
         text = "   ".join(f"{k} {v:.2f}" + (f" ({v / times['ours']:.2f}x)" if k != "ours" and times.get("ours") else "") for k, v in times.items())
         print(f"{name:84} {text}", flush=True)
-        if options.json:
-            pathlib.Path(options.json).write_text(json.dumps(results, indent=1))
+        if written:
+            written.write_text(json.dumps(results, indent=1))
 
     with torch.inference_mode():
         measure(Timer(options.quick), report, options)
