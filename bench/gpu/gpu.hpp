@@ -47,6 +47,9 @@ class GpuArray {
   Place place_;
 };
 
+/// One block that does nothing, in full order with what is before and behind it in the stream.
+void empty_kernel(cudaStream_t stream);
+
 class Gpu {
  public:
   explicit Gpu(const Report& report);

@@ -4,8 +4,11 @@
 //
 // A graph holds 20 steps, so that every step sees other misses and its data as cold as 19 steps leave them; four selections take turns between replays, so that
 // a missing position comes back after 80 steps, when any cache of twice our slots has lost it too. Followers' copies run on a
-// second stream behind their anchor's swap, and each layer waits for its own; behind the acceptance the windows' backup and commit and the draft's KV
-// run beside the states' commit. The shares are graphs of one kind of operation alone.
+// second stream behind their anchor's swap, on four multiprocessors, and each layer waits for its own rows. Of many requests they are one call a group, and a
+// layer awaits its rows; an empty kernel stands where an anchor's attention is, so that the copies have their multiprocessors before the next verify takes
+// all others; likewise the windows' stores to the host have six, beside the fold. Of a few requests, whose verifies leave multiprocessors free, each follower is
+// a call of its own with an event behind it, which costs less. Behind the acceptance the windows' backup and commit and the draft's KV run beside the states'
+// commit. The shares are graphs of one kind of operation alone.
 #include <algorithm>
 #include <memory>
 #include <numeric>
@@ -36,6 +39,8 @@ constexpr i64 kMisses = 100,
               kCore = 2300;  // core: positions that every step selects from
 constexpr i64 kDraftLayers = 6, kDraftHeads = 8, kDraftHidden = 7168, kDraftWindow = 4096;
 constexpr i64 kFollowerSms = 4;  // multiprocessors that the followers' copies may take from the layers beside them
+constexpr i64 kWindowSms = 6;    // and that the windows' way to the host may take from the fold
+constexpr i64 kFewRequests = 8;  // that leave multiprocessors free
 
 enum Part : unsigned { kWindows = 1, kSwap = 2, kFollow = 4, kVerify = 8, kCommit = 16, kDraft = 32, kAccept = 64, kAll = 127 };
 
@@ -85,6 +90,8 @@ class World {
     const Stream main{s.main};
     const bool windows = parts & kWindows && has_windows_, apart = parts == kAll;
     if (windows) hisparse::open_window(open_, main);
+    // Where verifies take every multiprocessor, the followers' copies are one call, which keeps its own.
+    const bool awaited = apart && B_ > kFewRequests;
     i64 sparse_layer = 0;
     cudaEvent_t there[kGroup - 1] = {};
     for (i64 l = 0; l < kKdaLayers + kSparseLayers; ++l) {
@@ -96,7 +103,8 @@ class World {
       }
       const i64 anchor = sparse_layer / kGroup, place = sparse_layer++ % kGroup;
       if (place > 0) {
-        if (parts & kFollow) SPECSTATE_CUDA_CHECK(cudaStreamWaitEvent(s.main, there[place - 1]));
+        if (parts & kFollow && awaited) hisparse::await_follower({arrived_, place - 1}, main);
+        if (parts & kFollow && !awaited) SPECSTATE_CUDA_CHECK(cudaStreamWaitEvent(s.main, there[place - 1]));
         continue;
       }
       if (parts & kSwap) {
@@ -105,18 +113,29 @@ class World {
       }
       if (!(parts & kFollow)) continue;
       s.order(s.main, s.copies);
-      // Beside layers each follower in a call of its own, so that its layer waits for it alone, and on few multiprocessors.
       hisparse::ReplayPlanParams some = replay_[at(anchor)];
-      some.num_followers = apart ? 1 : kGroup - 1, some.sm_budget = apart ? kFollowerSms : 0;
+      some.sm_budget = apart ? kFollowerSms : 0;
+      if (awaited) {
+        some.arrived = arrived_;
+        hisparse::replay_plan(some, {s.copies});
+        empty_kernel(s.main);
+        continue;
+      }
+      // Beside layers each follower in a call of its own, so that its layer waits for it alone.
+      some.num_followers = apart ? 1 : kGroup - 1;
       for (i64 f = 0; f < kGroup - 1; f += some.num_followers, some.followers += some.num_followers) {
         hisparse::replay_plan(some, {s.copies});
         for (i64 k = 0; k < some.num_followers; ++k) there[f + k] = s.mark(s.copies);
       }
     }
     if (parts & kAccept) accept::verify_greedy(greedy_, main);
-    // What follows an acceptance needs that alone.
-    if (apart) s.order(s.main, s.copies), s.order(s.main, s.draft);
+    // What follows an acceptance needs that alone. Of many requests the windows' stores to the host have a few multiprocessors of their own, before the fold
+    // takes the others: beside them everything is slow, and they would hold up the draft.
+    if (apart) s.order(s.main, s.copies);
+    accept_window_.sm_budget = awaited ? kWindowSms : 0;
     if (windows) hisparse::accept_window(accept_window_, {apart ? s.copies : s.main});
+    if (awaited) empty_kernel(s.main);
+    if (apart) s.order(s.main, s.draft);
     if (parts & kDraft) draft_kv::materialize_into_pool(materialize_, {apart ? s.draft : s.main});
     if (parts & kCommit) {
       kda::fold(fold_, main);
@@ -219,6 +238,7 @@ class World {
         host.slot_tokens.as<i32>()[b * W + s] = static_cast<i32>(s);
         host.token_slots.as<std::int16_t>()[b * L_ + s] = static_cast<std::int16_t>(s);
       }
+    arrived_ = array(DType::kInt32, {kGroup - 1}, std::vector<i32>(kGroup - 1));
     for (i64 a = 0; a < kAnchors; ++a) {
       GpuArray& state = memory(static_cast<i64>(block.size() * sizeof(Line)), true);
       state.set(block);
@@ -325,7 +345,7 @@ class World {
   int replays_ = 0;
   GpuArray *selections_ = nullptr, *start_ = nullptr, *lengths_ = nullptr;
   std::vector<TensorView> unique_;
-  TensorView accepted_, k_pool_, v_pool_;
+  TensorView arrived_, accepted_, k_pool_, v_pool_;
   std::vector<kda::VerifyParams> verify_;
   std::vector<kda::RollbackConvWindowsParams> rollback_;
   kda::FoldParams fold_;
