@@ -13,7 +13,8 @@ void materialize_into_pool(const MaterializeIntoPoolParams& params, Stream strea
 std::int64_t materialize_workspace_bytes(const MaterializeIntoPoolParams& params) {
   if constexpr (core::cuda_built())
     if (const TensorView& x = params.ctx_hidden, &fc = params.fc_weight; x.device.type == DeviceType::kCuda && x.ndim == 2)
-      return cuda::workspace_bytes(x.sizes[0], fc.ndim > 0 ? fc.sizes[0] : 0, fc.ndim > 0 ? size_of(params.io.value_or(x.dtype)) : 0);
+      return cuda::workspace_bytes(x.sizes[0], fc.ndim > 0 ? fc.sizes[0] : x.sizes[1],
+                                   fc.ndim > 0 ? size_of(params.io.value_or(x.dtype)) : 0);
   return 0;
 }
 

@@ -293,8 +293,9 @@ TEST(Places, HaveEveryHeadOfKAndEveryQuarterOfVOnce) {
       ASSERT_GE(places.slots, layers * heads);
       ASSERT_EQ(quarters, 4 * layers * heads);
       for (int n = 0; n < 4 * layers * heads; ++n) ASSERT_TRUE(places.by_heads(n) == n / heads && places.by_quarters(n) == n / (4 * heads));
-      for (const int clusters : {1, 7, 60, 66}) {  // of few_rows
-        const cuda::LayerPlaces by_layer = cuda::LayerPlaces::of(layers, heads, clusters);
+      const auto few = [&](int clusters) { return cuda::LayerPlaces::of(layers, heads, clusters); };
+      for (const cuda::LayerPlaces& by_layer :
+           {few(1), few(7), few(60), few(66), cuda::LayerPlaces(layers, heads, 6)}) {  // of few_rows and pair_rows
         std::vector<int> k(layers * 2 * heads), column(layers * heads * 8);
         int v = 0;
         for (int i = 0; i < by_layer.used; ++i) {
@@ -311,8 +312,9 @@ TEST(Places, HaveEveryHeadOfKAndEveryQuarterOfVOnce) {
           } else {
             name(place.wide, std::min(place.count, 4));
           }
-          ASSERT_EQ(place.narrow >= 0, place.count == (place.head >= 0 ? 1 : 5));
-          if (place.narrow >= 0) name(place.narrow, 1);
+          const int beside = place.count - (place.head >= 0 ? 0 : 4);  // quarters in the narrow box
+          ASSERT_EQ(place.narrow >= 0, beside > 0);
+          if (place.narrow >= 0) name(place.narrow, beside);
           ASSERT_EQ(place.v, v);
           if (place.count > 0) {  // quarters of one layer, from where they say
             const int layer = place.v / (4 * heads), first = layer * heads * 8 + heads * 4 + place.v % (4 * heads);
@@ -325,6 +327,13 @@ TEST(Places, HaveEveryHeadOfKAndEveryQuarterOfVOnce) {
         ASSERT_EQ(std::accumulate(column.begin(), column.end(), 0), layers * heads * 8);
       }
     }
+}
+
+TEST(Places, OfPairsAreAsWideAsMakesTheFewestRounds) {
+  EXPECT_EQ(cuda::LayerPlaces::of_pairs(5, 8, 66).width, 5);  // 65 places
+  EXPECT_EQ(cuda::LayerPlaces::of_pairs(6, 8, 66).width, 6);  // 66, where 160 columns make 78
+  EXPECT_EQ(cuda::LayerPlaces::of_pairs(6, 8, 66).used, 66);
+  EXPECT_EQ(cuda::LayerPlaces::of_pairs(1, 1, 66).width, 5);
 }
 
 /// Every run of every tile is one block's; what is handed on goes to the block after this one, and is its last; nobody but the first of a tile has more than two runs of it; nobody

@@ -52,7 +52,7 @@ struct Case {
         positions({s.tokens}),
         slot({s.tokens}),
         commit({s.tokens / s.window}),
-        workspace({10 << 20}),
+        workspace({32 << 20}),
         all(every_row) {
     draw(1);
   }
@@ -195,7 +195,7 @@ void check(const Shape& shape, bool neox, bool rounded, bool biased, bool every_
   if (shape.io == DType::kFloat32 && !shape.features)
     EXPECT_EQ(whole.second, host_bytes(c.v()));
   else
-    EXPECT_LE(distance(whole.second, host_bytes(c.v()), shape.io, shape.dim), shape.features ? 1.5 : 1.0);
+    EXPECT_LE(distance(whole.second, host_bytes(c.v()), shape.io, shape.dim), 2.0);  // one unit of a row's largest value, at most
 
   const Captured graph(stream, [&](Stream s) { materialize_into_pool(c.params(Where::kDevice), s); });
   for (unsigned round = 2; round < (!small() ? 4 : shape.hidden > 2048 ? 2 : 3); ++round) {
@@ -224,10 +224,20 @@ TEST(DraftKvGpu, FewRowsOfManyFeatures) {
   if (!small()) check({kB, 64, 8, 9, 8, 128, 128, 576, 0}, true, false, true);  // more places than clusters
 }
 
-TEST(DraftKvGpu, ManyRows) {
+TEST(DraftKvGpu, RowsByPairs) {
   SPECSTATE_NEEDS_GPU();
   check({kB, 72, 8, 2, 1, 128, 128, 512, 0}, true, false, true);
   check({kB, 300, 4, 2, 2, 128, 128, 576, 0}, true, true, false);
+  check({kB, 136, 8, 1, 1, 128, 64, 4160, 0}, true, false, true);  // 8 runs
+  if (small()) return;
+  check({kB, 264, 8, 6, 8, 128, 128, 576, 0}, false, false, true);  // 192 columns
+  check({kB, 512, 16, 6, 8, 128, 128, 512, 0}, true, false, false);
+  check({kB, 440, 8, 9, 8, 128, 128, 512, 0}, true, true, true);  // more places than clusters
+}
+
+TEST(DraftKvGpu, ManyRows) {
+  SPECSTATE_NEEDS_GPU();
+  check({kB, 528, 8, 1, 2, 128, 128, 512, 0}, true, false, true);
   check({kB, 256, 8, 3, 1, 64, 64, 512, 0}, false, false, true);
   check({kB, 1040, 8, 1, 1, 64, 16, 512, 0}, true, false, true);
 }
@@ -362,8 +372,8 @@ TEST(DraftKvGpu, TheWorkspaceIsBoundedAndChecked) {
     p.ctx_hidden = TensorView(nullptr, kB, {tokens, 512}, device);
     return materialize_workspace_bytes(p);
   };
-  EXPECT_EQ(bytes(128), 0);
-  EXPECT_GT(bytes(129), 0);
+  EXPECT_EQ(bytes(64), 0);
+  EXPECT_GT(bytes(65), 0);
   EXPECT_EQ(bytes(100'000), bytes(10'000'000));
   Case c({kB, 1040, 8, 1, 1, 64, 64, 512, 0});
   MaterializeIntoPoolParams q = c.params(Where::kDevice);

@@ -23,6 +23,13 @@ struct LayerPlaces {
     return 4 * rounds(a) < 5 * rounds(b) ? a : b;
   }
 
+  /// Of pair_rows: 5 quarters, or 6 where they make fewer rounds.
+  static constexpr LayerPlaces of_pairs(int layers, int n, int clusters) {
+    const LayerPlaces a(layers, n, 5), b(layers, n, 6);
+    const auto rounds = [&](const LayerPlaces& p) { return (p.used + clusters - 1) / clusters; };
+    return 5 * rounds(a) <= 6 * rounds(b) ? a : b;
+  }
+
   /// What one place has: a head of K (-1: none), counted with those of V through all layers, `count` quarters of V from number v on, counted through all layers' V, and where
   /// these columns are in the weights: 128 from `wide` on (what is not the place's is nobody's), and 32 from `narrow` on (-1: none).
   struct Place {

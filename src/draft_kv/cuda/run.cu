@@ -2,9 +2,10 @@
 //
 //   few_rows   up to 64 rows, target features and their projection, too: bound by reading the weights
 //   many_rows  up to 128, as they lie
+//   pair_rows  65 to 256 rows, and up to 512 that have to be gathered (heads of 128)
 //   bulk_rows  more of them, bound by the tensor cores
 //   any_rows   shapes, dtypes and strides that those do not take
-// The first three add in one order and give the same bits, so any split of the rows into calls does, too.
+// The first four add in one order and give the same bits, so any split of the rows into calls does, too.
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -17,6 +18,7 @@
 #include "draft_kv/cuda/features.cuh"
 #include "draft_kv/cuda/few_rows.cuh"
 #include "draft_kv/cuda/flags.hpp"
+#include "draft_kv/cuda/pair_rows.cuh"
 
 namespace specstate::draft_kv::cuda {
 
@@ -199,6 +201,35 @@ void launch_bulk(const Problem& p, const TensorView& weight, std::int64_t rows, 
          tile_map(p.ctx, weight.dtype, rows, p.hidden, p.ctx_stride, B::kRows, false), p, shape);
 }
 
+/// Does pair_rows take so many rows? What it hands on between blocks for more than 4096 features takes longer than many_rows with up to 128 rows.
+bool pair_takes(const MaterializeArgs& a, int tokens) {
+  const std::int64_t hidden = a.kv_weight.sizes[2];
+  return a.norm_rope.head_dim == 128 && !a.fc_weight.given() && hidden <= kPairHidden && tokens > (hidden <= 4096 ? 64 : 128) &&
+         tokens <= (a.commit_lens.given() ? 512 : 256);
+}
+template <class Io, int kQuarters>
+void launch_pairs_of(const Problem& p, const TensorView& weight, std::int64_t rows, const LayerPlaces& deal, const Means& m,
+                     Stream stream) {
+  using F = Pair<kQuarters>;
+  const auto kernel = pair_rows<Io, kQuarters>;
+  const PairShape shape{deal, Runs::of(p.hidden), m.parts, !p.rows.commit.data || p.rows.tokens <= F::kRows,
+                        std::min(p.rows.tokens, F::kRows)};
+  const auto clusters = clusters_at_once<2>(kernel, F::kThreads);
+  launch(kernel,
+         {.grid = 2 * std::min({clusters, static_cast<unsigned>(deal.used), static_cast<unsigned>(kPairClusters)}),
+          .block = F::kThreads,
+          .shared = F::kShared,
+          .cluster = 2,
+          .overlap = true},
+         stream, weight_map(weight, kColumns, false), weight_map(weight, F::kNarrow, false),
+         tile_map(p.ctx, weight.dtype, rows, p.hidden, p.ctx_stride, shape.box, false), p, shape);
+}
+template <class Io>
+void launch_pairs(const Problem& p, const TensorView& weight, std::int64_t rows, const Means& m, Stream stream) {
+  const auto deal = LayerPlaces::of_pairs(p.layers, p.heads, device_info().multiprocessors / 2);
+  deal.width == 5 ? launch_pairs_of<Io, 5>(p, weight, rows, deal, m, stream) : launch_pairs_of<Io, 6>(p, weight, rows, deal, m, stream);
+}
+
 /// few_rows; `rows` is what its tensor map of ctx covers; `next`: of fc, the weights [L, C, hidden] of the launch after it.
 template <class Io, int kHeadDim, bool kEarly>
 void launch_few_of(const Problem& p, const TensorView& weight, std::int64_t rows, const Runs& runs, const Context& context, Stream stream,
@@ -292,6 +323,8 @@ template <class Io, int kHeadDim>
 void launch_fast(const MaterializeArgs& a, Problem p, const Means& m, Stream stream) {
   const bool raw = m.context.raw != nullptr;
   if (few_takes(p.rows.tokens, p.hidden)) return launch_few<Io, kHeadDim>(a, p, m, stream);
+  if constexpr (kHeadDim == 128)
+    if (pair_takes(a, p.rows.tokens)) return launch_pairs<Io>(p, a.kv_weight, a.tokens, m, stream);
   if (!raw && p.rows.tokens <= Many<2>::kRows)  // as they lie
     return launch_many<Io, kHeadDim, 2>(p, a.kv_weight, a.tokens, stream);
   if (raw) {
@@ -345,12 +378,16 @@ struct Parts {
 /// `item`: bytes of a value of context, 0 where there is none.
 Parts parts(std::int64_t tokens, std::int64_t hidden, std::int64_t item) {
   const std::int64_t rows = std::min(tokens, item > 0 ? kContextRows : std::int64_t{kListRows});
-  const bool bulk = item == 0 && tokens > Many<2>::kRows, listed = bulk || item > 0;
+  const bool bulk = item == 0 && tokens > 64, listed = bulk || item > 0;
   Parts p{};
   p.count = listed ? round_up(rows * static_cast<std::int64_t>(sizeof(Row))) : 0;
   p.flags = p.count + (listed ? 256 : 0);
   p.sums = p.flags + (bulk ? round_up(kPartBlocks * kPartFlags * static_cast<std::int64_t>(sizeof(unsigned long long))) : 0);
-  p.squares = p.sums + (bulk ? kPartBlocks * static_cast<std::int64_t>(kPartBytes) : 0);
+  p.squares =
+      p.sums +
+      (bulk ? static_cast<std::int64_t>(std::max(
+                  kPartBlocks * kPartBytes, pair_bytes(Runs::of(static_cast<int>(std::clamp<std::int64_t>(hidden, 1, kPairHidden))).count)))
+            : 0);
   p.raw = p.squares + (item > 0 ? round_up(rows * (hidden + 15) / 16 * 4) : 0);
   p.end = p.raw + rows * hidden * item;
   return p;

@@ -1,4 +1,4 @@
-// Stand-alone: bulk_rows beside a float64 product ("check"; "tiny [PART PARTS]": for the sanitizers; "time"; "cold": as the library's benchmark measures; "trace").
+// Stand-alone: bulk_rows and pair_rows beside a float64 product ("check"; "tiny [PART PARTS]": for the sanitizers; "time"; "cold": as the library's benchmark measures; "trace"; "pairs", "tinypairs", "time pairs": pair_rows).
 // nvcc -std=c++20 -O3 --fmad=false --expt-relaxed-constexpr -gencode arch=compute_90a,code=sm_90a -Isrc -Iinclude -cudart static THIS -ldl
 #include <cuda_runtime.h>
 #include <dlfcn.h>
@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "draft_kv/cuda/bulk_rows.cuh"
+#include "draft_kv/cuda/pair_rows.cuh"
 #include "draft_kv_programs.cuh"
 using namespace specstate;
 using namespace specstate::draft_kv;
@@ -145,7 +146,7 @@ void launch_over(K k, int grid, int block, size_t shared, int cluster, A... args
   SPECSTATE_CK(cudaLaunchKernelEx(&c, k, args...));
 }
 /// Which rows are written: found out beside the products (only without commit lengths), by each block before, or by a kernel before.
-enum Planned { kBeside, kHere, kListed };
+enum Planned { kBeside, kHere, kListed, kPairs5, kPairs6 };
 template <int D>
 void launch_bulk(const CUtensorMap& wide, const CUtensorMap& m, const Problem& all, int sms = 132, Planned planned = kBeside) {
   auto k = bulk_rows<core::bfloat16, D>;
@@ -168,13 +169,27 @@ void launch_bulk(const CUtensorMap& wide, const CUtensorMap& m, const Problem& a
     launch_over(k, sms, B::kThreads, B::kShared, 2, wide, m, rows_map(p.ctx, T, p.hidden, p.ctx_stride, 128), p, s);
   }
 }
+static float* g_pair_parts;
+template <int kQuarters>
+void launch_pairs(const CUtensorMap& wide, const CUtensorMap& narrow, const Problem& p, int clusters = 66) {
+  using F = Pair<kQuarters>;
+  PairShape s{LayerPlaces(p.layers, p.heads, kQuarters), Runs::of(p.hidden), g_pair_parts, !p.rows.commit.data || p.rows.tokens <= 128,
+              std::min(p.rows.tokens, 128)};
+  launch_over(pair_rows<core::bfloat16, kQuarters>, 2 * std::min(clusters, s.deal.used), F::kThreads, F::kShared, 2, wide, narrow,
+              rows_map(p.ctx, p.rows.first + p.rows.tokens, p.hidden, p.ctx_stride, s.box), p, s);
+}
 int main(int argc, char** argv) {
   setvbuf(stdout, nullptr, _IOLBF, 0);
-  bool quick = argc > 1, timing = quick && !strcmp(argv[1], "time"), tiny = quick && !strcmp(argv[1], "tiny");
+  bool quick = argc > 1, timing = quick && !strcmp(argv[1], "time"), tiny = quick && !strncmp(argv[1], "tiny", 4);
+  // "pairs", "tinypairs": only what is about pair_rows, beside one form of bulk_rows
+  const bool only_pairs = quick && strstr(argv[1], "pairs");
   SPECSTATE_CK(cudaMalloc(&g_list, kListRows * 16 + 64));
   SPECSTATE_CK(cudaFuncSetAttribute(plan_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)kPlanBytes));
   SPECSTATE_CK(cudaStreamCreate(&st));
   SPECSTATE_CK(cudaMalloc(&g_parts, kPartBlocks * kPartBytes));
+  SPECSTATE_CK(cudaMalloc(&g_pair_parts, pair_bytes(8)));
+  SPECSTATE_CK(cudaMemset(g_pair_parts, 0xFF, pair_bytes(8)));
+  SPECSTATE_CK(cudaMalloc(&g_flush, kFlush));
   SPECSTATE_CK(cudaMalloc(&g_flags, kPartBlocks * kPartFlags * 8));
   SPECSTATE_CK(cudaMemset(g_flags, 0x77, kPartBlocks * kPartFlags * 8));
   cudaDriverEntryPointQueryResult q;
@@ -227,7 +242,7 @@ int main(int argc, char** argv) {
     }
     int win = W ? W : T;
     if (W)
-      for (int i = 0; i < T / W; i++) hc[i] = rand() % (W + 1);
+      for (int i = 0; i < T / W; i++) hc[i] = many_only == 2 ? W / 2 : rand() % (W + 1);
     for (int i = 0; i < T; i++) hw[i] = hs[i] >= 0 && (!W || i % win < hc[i / win]);
     for (int i = 0; i < T; i++)
       if (hw[i])
@@ -258,16 +273,17 @@ int main(int argc, char** argv) {
       SPECSTATE_CK(cudaMemset(kp[i], 0x5A, pool * 2));
       SPECSTATE_CK(cudaMemset(vp[i], 0x5A, pool * 2));
     }
-    CUtensorMap quarters = make_map(w, rows, H, 1), wide = make_map(w, rows, H, 4);
+    CUtensorMap quarters = make_map(w, rows, H, 1), wide = make_map(w, rows, H, 4), halves = make_map(w, rows, H, 2);
     int first_ran = -1;
     struct Form {
       const char* name;
       Planned planned;
       int sms;
     };
-    static const Form forms[] = {{"beside", kBeside, 132},    {"here", kHere, 132},     {"listed", kListed, 132},
-                                 {"listed, 76", kListed, 76}, {"6 blocks", kBeside, 6}, {"66 blocks", kHere, 66},
-                                 {"98 blocks", kBeside, 98},  {"again", kBeside, 132}};
+    static const Form forms[] = {{"beside", kBeside, 132},     {"here", kHere, 132},          {"listed", kListed, 132},
+                                 {"listed, 76", kListed, 76},  {"6 blocks", kBeside, 6},      {"66 blocks", kHere, 66},
+                                 {"98 blocks", kBeside, 98},   {"pairs of 160", kPairs5, 66}, {"pairs of 192", kPairs6, 66},
+                                 {"5 pairs, 160", kPairs5, 5}, {"3 pairs, 192", kPairs6, 3},  {"again", kBeside, 132}};
     int v = -1;
     for (const Form& form : forms) {
       ++v;
@@ -299,8 +315,15 @@ int main(int argc, char** argv) {
         p.target[0][l] = {{kp[v] + l * slots * N * D, (int64_t)N * D, D, 1}, 1};
         p.target[1][l] = {{vp[v] + l * slots * N * D, (int64_t)N * D, D, 1}, 1};
       }
+      const bool pairs = form.planned == kPairs5 || form.planned == kPairs6;
+      if (pairs && (D != 128 || T > kPairTokens)) continue;
+      if (only_pairs && !pairs && v > 0) continue;
       g_plan_blocks = form.sms == 132 ? kPlanBlocks : 1;
-      if (D == 128)
+      if (form.planned == kPairs5)
+        launch_pairs<5>(wide, quarters, p, form.sms);
+      else if (form.planned == kPairs6)
+        launch_pairs<6>(wide, halves, p, form.sms);
+      else if (D == 128)
         launch_bulk<128>(wide, quarters, p, form.sms, form.planned);
 #ifndef SPECSTATE_NO_64
       else
@@ -337,20 +360,30 @@ int main(int argc, char** argv) {
   };
   bool trace_run = quick && !strcmp(argv[1], "trace"), cold_run = quick && !strcmp(argv[1], "cold");
   if (trace_run || cold_run) timing = true;
-  if (cold_run || trace_run) {
-    SPECSTATE_CK(cudaMalloc(&g_flush, kFlush));
-    SPECSTATE_CK(cudaMemset(g_flush, 0, kFlush));
-  }
+  if (timing) SPECSTATE_CK(cudaMemset(g_flush, 0, kFlush));
   if (!timing) {
-    check("interleaved", 1024, 2, 8, 128, 128, 64, 0, false, false, true, 0);
-    check("interleaved 64", 1024, 2, 8, 128, 64, 64, 0, false, false, true, 0);
-    check("R32", 1024, 2, 2, 128, 32, 50, 0, true, false, false, 0);
-    check("D64 N1 R32", 1024, 3, 1, 64, 32, 133, 0, true, false, true, 0);
-    check("D64 N3 R64", 576, 3, 3, 64, 64, 64, 8, true, false, false, 0);
-    check("D64 inter", 640, 3, 2, 64, 32, 64, 8, false, true, false, 0);
-    check("D64 R16", 640, 3, 2, 64, 16, 164, 8, true, true, false, 0);
-    check("dense inter", 512, 3, 1, 128, 128, 130, 0, false, true, true, 2);
+    if (!only_pairs) {
+      check("interleaved", 1024, 2, 8, 128, 128, 64, 0, false, false, true, 0);
+      check("interleaved 64", 1024, 2, 8, 128, 64, 64, 0, false, false, true, 0);
+      check("R32", 1024, 2, 2, 128, 32, 50, 0, true, false, false, 0);
+      check("D64 N1 R32", 1024, 3, 1, 64, 32, 133, 0, true, false, true, 0);
+      check("D64 N3 R64", 576, 3, 3, 64, 64, 64, 8, true, false, false, 0);
+      check("D64 inter", 640, 3, 2, 64, 32, 64, 8, false, true, false, 0);
+      check("D64 R16", 640, 3, 2, 64, 16, 164, 8, true, true, false, 0);
+      check("dense inter", 512, 3, 1, 128, 128, 130, 0, false, true, true, 2);
+    }
+    check("tiny pairs 9", 576, 1, 2, 128, 64, 100, 0, true, false, true, 0);
+    check("tiny pairs 4..", 512, 1, 1, 128, 128, 280, 8, true, true, true, 1);
     if (!tiny) {
+      for (int T : {1, 65, 96, 127, 128, 129, 192, 255, 256}) check("pairs", 4096, 5, 8, 128, 128, T, 0, true, false, T % 2, 0);
+      check("K3 step", 7168, 6, 8, 128, 128, 256, 8, true, false, false, 2);
+      check("K3 step 64", 7168, 6, 8, 128, 128, 512, 8, true, false, true, 2);
+      check("K3 128", 7168, 6, 8, 128, 128, 128, 8, true, false, false, 0);
+      check("K3 700", 7168, 6, 8, 128, 128, 700, 20, true, false, false, 0);
+      if (only_pairs) {
+        printf("%s\n", failed ? "FAILED" : "all forms right");
+        return failed;
+      }
       check("8B 200", 4096, 5, 8, 128, 128, 200, 0, true, false, true, 0);
       check("4B partial", 2560, 5, 8, 128, 64, 237, 0, true, false, false, 0);
       check("many 8B", 4096, 5, 8, 128, 128, 300, 0, true, false, false, 1);
@@ -364,17 +397,17 @@ int main(int argc, char** argv) {
       check("many 2100", 4096, 1, 8, 128, 128, 2100, 0, true, false, false, 1);
     }
     if (!tiny) check("again", 4096, 5, 8, 128, 128, 384, 0, true, false, false, 2);
-    check("tiny many", 512, 1, 1, 128, 128, 200, 8, true, false, true, 1);
+    if (!only_pairs) check("tiny many", 512, 1, 1, 128, 128, 200, 8, true, false, true, 1);
   }
   printf("%s\n", failed ? "FAILED" : "all forms right");
   if (!timing) return failed;
   // times
-  int L = 5, N = 8, D = 128, R = 128;
-  int G = L * 2 * N;
-  int64_t rows = (int64_t)G * D;
+  int N = 8, D = 128, R = 128;
   Lt lt;
   lt.init();
-  for (int H : {4096, 2560}) {
+  for (int H : {7168, 4096, 2560}) {
+    const int L = H == 7168 ? 6 : 5, G = L * 2 * N;
+    const int64_t rows = (int64_t)G * D;
     int copies = 3;
     std::vector<__nv_bfloat16*> w(copies);
     for (auto& x : w) {
@@ -427,8 +460,9 @@ int main(int argc, char** argv) {
       }
       return p;
     };
-    std::vector<CUtensorMap> quarters, wide;
-    for (auto p : w) quarters.push_back(make_map(p, rows, H, 1)), wide.push_back(make_map(p, rows, H, 4));
+    std::vector<CUtensorMap> quarters, wide, halves;
+    for (auto p : w)
+      quarters.push_back(make_map(p, rows, H, 1)), wide.push_back(make_map(p, rows, H, 4)), halves.push_back(make_map(p, rows, H, 2));
     printf("H %d: weights %.1f MB; %.2f us at 4.3 TB/s\n", H, rows * H * 2e-6, rows * H * 2 / 4.3e6);
 #ifdef SPECSTATE_BULK_TRACE
     if (H == 4096)
@@ -515,7 +549,7 @@ int main(int argc, char** argv) {
     if (trace_run) continue;
     if (cold_run) {
       for (int T : {144, 256, 512, 1024, 4096, 8192}) {
-        if (H != 4096 && T != 256 && T != 1024) continue;
+        if (H == 7168 || (H != 4096 && T != 256 && T != 1024)) continue;
         const int reps = T > 1024 ? 3 : 8;
         printf("cold H %d T %d:", H, T);
         for (int pdl : {0, 1}) {
@@ -539,8 +573,82 @@ int main(int argc, char** argv) {
       }
       continue;
     }
+    if (argc > 2 && !strcmp(argv[2], "pairs")) {
+      struct Cell {
+        int tokens, width, stand;
+      };
+      const std::vector<Cell> k3 = {{256, 8, 4}, {512, 8, 4}, {128, 8, 4}, {64, 0, 0}, {96, 0, 0}, {128, 0, 0}, {256, 0, 0}, {512, 16, 7}},
+                              others = {{32, 0, 0},  {64, 0, 0},  {65, 0, 0},  {96, 0, 0},   {128, 0, 0},
+                                        {144, 0, 0}, {256, 0, 0}, {256, 8, 4}, {512, 16, 7}, {512, 8, 4}};
+      for (const Cell& c : H == 7168 ? k3 : others) {
+        std::vector<int> lens(TM, c.stand);
+        SPECSTATE_CK(cudaMemcpy(commit, lens.data(), TM * 4, cudaMemcpyHostToDevice));
+        const auto call = [&](int form, int i) {
+          Problem p = problem(c.tokens, i);
+          if (c.width) p.rows.commit = {commit, false, 0, 1}, p.rows.width = c.width;
+          if (form == 0) launch_bulk<128>(wide[i % 3], quarters[i % 3], p, 132, c.width ? kHere : kBeside);
+          if (form == 1) launch_pairs<5>(wide[i % 3], quarters[i % 3], p);
+          if (form == 2) launch_pairs<6>(wide[i % 3], halves[i % 3], p);
+        };
+#ifdef SPECSTATE_DRAFT_KV_TRACE
+        for (int form = 1; form < 3;
+             ++form) {  // when blocks pass each point, ns behind the first one's entry: medians over blocks and the last
+          static unsigned long long at[132][kTracePoints];
+          memset(at, 0, sizeof at);
+          SPECSTATE_CK(cudaMemcpyToSymbol(trace_of, at, sizeof at));
+          for (int i = 0; i < 3; i++) {
+            read_all<<<264, 512, 0, st>>>(g_flush, kFlush / 16, nullptr);
+            call(form, i);
+          }
+          SPECSTATE_CK(cudaStreamSynchronize(st));
+          SPECSTATE_CK(cudaMemcpyFromSymbol(at, trace_of, sizeof at));
+          unsigned long long first = ~0ull;
+          for (auto& block : at)
+            if (block[kEntry]) first = std::min(first, block[kEntry]);
+          printf("trace: H %d T %d, %d of %d, %s:", H, c.tokens, c.stand, c.width, form == 1 ? "160" : "192");
+          static const char* const names[] = {"entry",      "listed", "prefetched", "first asked", "all asked", "first stage",
+                                              "last stage", "summed", "plan there", "left",        "finished"};
+          for (int point = 0; point < kTracePoints; ++point)
+            for (int odd = 0; odd < 2; ++odd) {
+              std::vector<long long> v;
+              for (int b = odd; b < 132; b += 2)
+                if (at[b][point]) v.push_back(static_cast<long long>(at[b][point] - first));
+              std::sort(v.begin(), v.end());
+              if (!v.empty()) printf(" %s%s %lld/%lld", odd ? "" : names[point], odd ? " |" : "", v[v.size() / 2], v.back());
+            }
+          printf("\n");
+        }
+        continue;
+#endif
+        printf("pairs: H %d T %d, %d of %d:", H, c.tokens, c.stand, c.width);
+        for (bool pdl : {false, true}) {
+          g_bulk_pdl = pdl;
+          for (int form = 0; form < 3; ++form)
+            printf(" %s%s %.2f (cold %.2f)",
+                   form == 0   ? "bulk"
+                   : form == 1 ? "160"
+                               : "192",
+                   pdl ? ", overlap" : "",
+                   time_graph(
+                       9, [&](int i) { call(form, i); }, 9),
+                   time_cold([&](int i) { call(form, i); }, 9, 5));
+        }
+        g_bulk_pdl = false;
+        const int stand = c.width ? c.tokens / c.width * c.stand : c.tokens;
+        double best = 1e9, cold = 1e9;
+        if (lt.ok) {
+          auto pl = lt.plan(stand, rows, H);
+          for (int j = 0; j < std::min(pl.n, 3); j++) {
+            const auto run = [&](int i) { lt.run(pl, j, w[i % 3], x + (i % 2) * (int64_t)TM * H, y); };
+            best = std::min(best, time_graph(9, run, 9)), cold = std::min(cold, time_cold(run, 9, 5));
+          }
+        }
+        printf(" | cublasLt %.2f (cold %.2f)\n", best, cold);
+      }
+      continue;
+    }
     for (int T : {144, 224, 256, 384, 448, 512, 640, 768, 1024, 1792, 2048, 4096, 8192, 16384}) {
-      if (H != 4096 && T != 256 && T != 448 && T != 1024) continue;
+      if (H == 7168 || (H != 4096 && T != 256 && T != 448 && T != 1024)) continue;
       int n = T > 4096 ? 2 : T > 1024 ? 3 : 9, samples = T > 4096 ? 3 : T > 1024 ? 3 : 9;
       printf("T %d:", T);
       const auto report = [&](const char* name, Planned planned, bool windows) {
