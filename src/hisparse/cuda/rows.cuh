@@ -54,11 +54,18 @@ inline unsigned copy_blocks(i64 rows, i64 rows_a_block, i64 most, i64 sm_budget)
   return static_cast<unsigned>(blocks < 1 ? 1 : blocks < limit ? blocks : limit);
 }
 
+/// A row of a pool of rows or DSv4 pages, and its scales (pages only).
+__device__ __forceinline__ std::byte* value_at(const std::byte* base, i64 pitch, bool paged, i64 row) {
+  return const_cast<std::byte*>(base) + (paged ? layout::paged_value_offset(row) : layout::linear_offset(row, pitch));
+}
+__device__ __forceinline__ std::byte* scale_at(const std::byte* base, i64 row) {
+  return const_cast<std::byte*>(base) + layout::paged_scale_offset(row);
+}
 __device__ __forceinline__ const std::byte* host_at(const CopyGeometry& g, int pair, i64 row) {
-  return g.pair[pair].host + (g.paged ? layout::paged_value_offset(row) : layout::linear_offset(row, g.pair[pair].host_pitch));
+  return value_at(g.pair[pair].host, g.pair[pair].host_pitch, g.paged, row);
 }
 __device__ __forceinline__ std::byte* device_at(const CopyGeometry& g, int pair, i64 row) {
-  return g.pair[pair].device + (g.paged ? layout::paged_value_offset(row) : layout::linear_offset(row, g.pair[pair].device_pitch));
+  return value_at(g.pair[pair].device, g.pair[pair].device_pitch, g.paged, row);
 }
 
 __device__ __forceinline__ void store_global(uint4* p, uint4 v) {
@@ -197,13 +204,14 @@ struct Way {
   const std::byte* scale;
   std::byte* scale_to;
 };
-__device__ __forceinline__ Way way_of(const CopyGeometry& g, int pair, i64 src, i64 dst) {
-  Way way{host_at(g, pair, src), dst < 0 ? nullptr : device_at(g, pair, dst), nullptr, nullptr};
-  if (g.paged) {
-    way.scale = g.pair[pair].host + layout::paged_scale_offset(src);
-    way.scale_to = g.pair[pair].device + layout::paged_scale_offset(dst);
-  }
+__device__ __forceinline__ Way way_between(bool paged, const std::byte* from, i64 from_pitch, i64 src, std::byte* to, i64 to_pitch,
+                                           i64 dst) {
+  Way way{value_at(from, from_pitch, paged, src), value_at(to, to_pitch, paged, dst), nullptr, nullptr};
+  if (paged) way.scale = scale_at(from, src), way.scale_to = scale_at(to, dst);
   return way;
+}
+__device__ __forceinline__ Way way_of(const PairGeometry& g, bool paged, i64 src, i64 dst) {
+  return way_between(paged, g.host, g.host_pitch, src, g.device, g.device_pitch, dst);
 }
 /// Lane l brings the l-th of up to 32 ways; the warp goes them. Scales are asked for before the values and stored behind them: a load
 /// from the host that is waited for on its own costs as much as a row.
@@ -226,7 +234,7 @@ __device__ __forceinline__ void move_pool_rows(const CopyGeometry& g, i64 src, i
     const u32 w = first + lane_id(), lane = w >> two & 31u;
     const i64 from = __shfl_sync(kFull, src, lane), to = __shfl_sync(kFull, dst, lane);
     Way way{};
-    if (w < ways && to >= 0) way = way_of(g, two ? static_cast<int>(w & 1u) : 0, from, to);
+    if (w < ways && to >= 0) way = way_of(g.pair[two ? w & 1u : 0], g.paged, from, to);
     go_ways(g.vec, g.item, way, min(32u, ways - first));
   }
 }

@@ -136,7 +136,7 @@ struct Single {
       const u32 count = min(kTake, work - first), w = first + min(lane_id(), count - 1);
       const Move m = moves()[w >> two];
       Way way{};
-      if (lane_id() < count) way = way_of(copy, two ? static_cast<int>(w & 1u) : 0, m.src, m.dst);
+      if (lane_id() < count && m.dst >= 0) way = way_of(copy.pair[two ? w & 1u : 0], copy.paged, m.src, m.dst);
       go_ways(copy.vec, copy.item, way, count);
     }
   }

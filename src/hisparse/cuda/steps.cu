@@ -43,11 +43,8 @@ __global__ void __launch_bounds__(kThreads)
       const u64 i = w / static_cast<u64>(layers.count);
       const Ends& e = layers.at[w - i * static_cast<u64>(layers.count)];
       const i64 src = load_wide(x.src, static_cast<i64>(i), 0), dst = load_wide(x.dst, static_cast<i64>(i), 0);
-      if (src >= 0 && dst >= 0 && src < e.src_rows && dst < e.dst_rows) {
-        way.from = e.src + (layers.paged ? layout::paged_value_offset(src) : layout::linear_offset(src, e.src_pitch));
-        way.to = e.dst + (layers.paged ? layout::paged_value_offset(dst) : layout::linear_offset(dst, e.dst_pitch));
-        if (layers.paged) way.scale = e.src + layout::paged_scale_offset(src), way.scale_to = e.dst + layout::paged_scale_offset(dst);
-      }
+      if (src >= 0 && dst >= 0 && src < e.src_rows && dst < e.dst_rows)
+        way = way_between(layers.paged, e.src, e.src_pitch, src, e.dst, e.dst_pitch, dst);
     }
     go_ways(layers.vec, layers.item, way, static_cast<u32>(min(u64{32}, (work - start + warps - 1) / warps)));
   }
@@ -127,12 +124,6 @@ __device__ __forceinline__ void copy_twice(int vec, const std::byte* from, std::
     copy_twice<u32>(from, first, second, bytes);
   else
     copy_twice<std::uint8_t>(from, first, second, bytes);
-}
-__device__ __forceinline__ std::byte* value_at(const std::byte* base, i64 pitch, bool paged, i64 row) {
-  return const_cast<std::byte*>(base) + (paged ? layout::paged_value_offset(row) : layout::linear_offset(row, pitch));
-}
-__device__ __forceinline__ std::byte* scale_at(const std::byte* base, i64 row) {
-  return const_cast<std::byte*>(base) + layout::paged_scale_offset(row);
 }
 
 /// One row from the GPU to the host and perhaps (null: not) to a second place on the GPU. A warp; pieces are aligned to the lines of the first
@@ -346,9 +337,7 @@ __global__ void __launch_bounds__(kThreads)
         const PairGeometry& pool = layer.pair[i];
         Way way{};
         if (slot >= 0) {
-          way.from = value_at(pool.host, pool.host_pitch, layers.paged, host);
-          way.to = value_at(pool.device, pool.device_pitch, layers.paged, slot);
-          if (layers.paged) way.scale = scale_at(pool.host, host), way.scale_to = scale_at(pool.device, slot);
+          way = way_of(pool, layers.paged, host, slot);
         }
         go_ways(layer.vec, layer.item, way, static_cast<u32>(min(i64{32}, last - p)));
       }
