@@ -48,6 +48,96 @@
 namespace specstate::hisparse::cuda {
 namespace swap {
 
+/// The movers. They meet nobody between the second barrier and the end: their rows may be on their way for long. Whether anything moves.
+template <class Form>
+__device__ __forceinline__ bool Swap<Form>::move(const Tail& tail, Wide other, int width, i64 real, const Clock& clock, u32 page) {
+  map_tail(tail);
+  bool bad = twice(other, width, real);
+  await_copies();
+  arrive_at(3);
+  await_table(1);
+  bad |= bad_table();
+  if (bad) atomicOr(&s().bad, 1u);
+  asm volatile("" ::"r"(page));
+  arrive_at(2);
+  u32 taken = 0;
+  bring_early(taken);
+  if constexpr (kLate) {
+    (void)read_clock(clock);
+    if (alone() && s().bad == 0 && !somebody_misses()) return false;
+  }
+  bring(taken);
+  return s().busy != 0;
+}
+
+/// A call that decides by itself, once the lists of this CTA are complete. True: nobody misses anything, the row is done. `late`: the last round is
+/// still to be answered.
+template <class Form>
+__device__ __forceinline__ bool Swap<Form>::quiet(const Found& found, bool& late) const {
+  if (threadIdx.x / 32 == 0) say();
+  const bool mine = s().lists == 0;
+  if (mine || threadIdx.x >= kPolicyThreads) {
+    answer_found(found.round, found);
+    late = false;
+  }
+  if (mine)
+    stamp_mine(threadIdx.x, kResolvers);
+  else if (threadIdx.x >= kPolicyThreads)
+    stamp_mine(threadIdx.x - kPolicyThreads, kResolvers - kPolicyThreads);
+  if (rank == 0 && threadIdx.x == 32) {
+    if (x.plan.src && !publishes()) x.plan.count(b) = 0;
+    if constexpr (kNative<Args>)
+      if (x.unique_misses) x.unique_misses(b) = 0;
+  }
+  if (somebody_misses()) return false;
+  if (publishes() && rank == 0 && threadIdx.x == 32) x.plan.count(b) = 0;
+  if constexpr (kNative<Args>)
+    if (rank == 0 && threadIdx.x == 0) const_cast<std::int32_t*>(f.clock)[i64{f.clock_row} * r] = static_cast<std::int32_t>(now.call);
+  await_table(2);  // no copy comes here once this CTA is gone
+  return true;
+}
+
+/// The others: they resolve, and half of them think. Whether anything moves.
+template <class Form>
+__device__ __forceinline__ bool Swap<Form>::serve(Look& l, std::int32_t spare, const Clock& clock) {
+  Found found;
+  resolve(l, found);
+  bool bad = !read_clock(clock);
+  if (kLate && !alone()) answer_found(found.round, found);
+  bad |= bad_scratch(spare);
+  if (bad) atomicOr(&s().bad, 1u);
+  ptx::fence_async();
+  ptx::barrier_of(2, kThreads);
+  if (threadIdx.x == kResolvers - 1) ptx::barrier_arrive(&s().resolved);
+  if constexpr (!kNative<Args>) ask_slots();
+  bool late = kLate && alone() && s().bad == 0;
+  if (alone() && s().bad == 0 && quiet(found, late)) return false;
+  bool busy;
+  if (threadIdx.x >= kPolicyThreads) {
+    ptx::barrier_wait(&s().placed, phase);
+    busy = s().busy != 0;
+    if constexpr (!kNative<Args>)
+      if (busy) index_loaded();
+  } else {
+    pack_hits();
+    if (threadIdx.x == 0) head(rank) = {moves() + again(), s().bad, {}};
+    ptx::fence_async();
+    await_table(2);
+    policy_barrier();
+    tell(plan.box + rank * plan.box_bytes, kOrdinary ? plan.box_bytes : sizeof(Head), &s().told);
+    if (late) answer_found(found.round, found);
+    busy = learn();
+    if (threadIdx.x == 0) s().busy = busy;
+    if (!busy) ptx::let_next_start();  // nothing to move: all are about to leave
+    if (busy)
+      decide();
+    else
+      ptx::barrier_arrive(&s().placed);
+    ptx::barrier_wait(&s().placed, phase);
+  }
+  return busy;
+}
+
 template <class Form>
 __device__ __forceinline__ void Swap<Form>::row(const Begin& begin) {
   clear();
@@ -77,9 +167,11 @@ __device__ __forceinline__ void Swap<Form>::row(const Begin& begin) {
   Tail tail;
   u32 page = 0;
   std::int32_t spare = -1;
+  Clock clock;
   if (mover) {
     stage();
     tail = ask_tail();
+    clock = ask_clock();
     if (threadIdx.x == kThreads - 1)
       page = *reinterpret_cast<const volatile u32*>(hosts);  // its page's address will be known when it is needed
     // Arguments that are read next: cold lines of 64 bytes.
@@ -87,6 +179,7 @@ __device__ __forceinline__ void Swap<Form>::row(const Begin& begin) {
                  "r"(plan.context), "r"(plan.box), "r"(plan.bins), "r"(plan.stash), "l"(&nothing));
   } else {
     look(begin.asked, l);
+    clock = ask_clock();  // (beside the hints: who waits for them waits for all that this warp has asked for until then)
     spare = ask_scratch();
   }
   if (publishes()) {
@@ -94,86 +187,8 @@ __device__ __forceinline__ void Swap<Form>::row(const Begin& begin) {
   } else if (kOrdinary ? (f.flags & kEarly) != 0 : plan.next_early) {
     ptx::let_next_start();
   }
-  const Clock clock = ask_clock();
   cluster_wait();  // all parts of the table of claims are empty
-  bool busy;
-  if (mover) {  // these meet nobody between the second barrier and the end: their rows may be on their way for long
-    map_tail(tail);
-    bool bad = twice(begin.other, width, real);
-    await_copies();
-    arrive_at(3);
-    await_table(1);
-    bad |= bad_table();
-    if (bad) atomicOr(&s().bad, 1u);
-    asm volatile("" ::"r"(page));
-    arrive_at(2);
-    u32 taken = 0;
-    bring_early(taken);
-    if constexpr (kLate) {
-      (void)read_clock(clock);
-      if (alone() && s().bad == 0 && !somebody_misses()) return;
-    }
-    bring(taken);
-    busy = s().busy != 0;
-  } else {
-    Found found;
-    resolve(l, found);
-    bool bad = !read_clock(clock);
-    if (kLate && !alone()) answer_found(found.round, found);
-    bad |= bad_scratch(spare);
-    if (bad) atomicOr(&s().bad, 1u);
-    ptx::fence_async();
-    ptx::barrier_of(2, kThreads);
-    if (threadIdx.x == kResolvers - 1) ptx::barrier_arrive(&s().resolved);
-    if constexpr (!kNative<Args>) ask_slots();
-    bool late = kLate && alone() && s().bad == 0;
-    if (alone() && s().bad == 0) {
-      if (threadIdx.x / 32 == 0) say();
-      const bool mine = s().lists == 0;
-      if (mine || threadIdx.x >= kPolicyThreads) {
-        answer_found(found.round, found);
-        late = false;
-      }
-      if (mine)
-        stamp_mine(threadIdx.x, kResolvers);
-      else if (threadIdx.x >= kPolicyThreads)
-        stamp_mine(threadIdx.x - kPolicyThreads, kResolvers - kPolicyThreads);
-      if (rank == 0 && threadIdx.x == 32) {
-        if (x.plan.src && !publishes()) x.plan.count(b) = 0;
-        if constexpr (kNative<Args>)
-          if (x.unique_misses) x.unique_misses(b) = 0;
-      }
-      if (!somebody_misses()) {
-        if (publishes() && rank == 0 && threadIdx.x == 32) x.plan.count(b) = 0;
-        if constexpr (kNative<Args>)
-          if (rank == 0 && threadIdx.x == 0) const_cast<std::int32_t*>(f.clock)[i64{f.clock_row} * r] = static_cast<std::int32_t>(now.call);
-        await_table(2);  // no copy comes here once this CTA is gone
-        return;
-      }
-    }
-    if (threadIdx.x >= kPolicyThreads) {
-      ptx::barrier_wait(&s().placed, phase);
-      busy = s().busy != 0;
-      if constexpr (!kNative<Args>)
-        if (busy) index_loaded();
-    } else {
-      pack_hits();
-      if (threadIdx.x == 0) head(rank) = {moves() + again(), s().bad, {}};
-      ptx::fence_async();
-      await_table(2);
-      policy_barrier();
-      tell(plan.box + rank * plan.box_bytes, kOrdinary ? plan.box_bytes : sizeof(Head), &s().told);
-      if (late) answer_found(found.round, found);
-      busy = learn();
-      if (threadIdx.x == 0) s().busy = busy;
-      if (!busy) ptx::let_next_start();  // nothing to move: all are about to leave
-      if (busy)
-        decide();
-      else
-        ptx::barrier_arrive(&s().placed);
-      ptx::barrier_wait(&s().placed, phase);
-    }
-  }
+  const bool busy = mover ? move(tail, begin.other, width, real, clock, page) : serve(l, spare, clock);
   phase ^= 1;
   busy_phase ^= busy;
   if (!busy || copy.skip) return;

@@ -112,7 +112,7 @@ __device__ __forceinline__ bool Swap<Form>::learn() const {
   }
   const u32 moves_ = moves(), all = moves_ + again();
 #pragma unroll 1
-  for (u32 j = threadIdx.x; j < all; j += kPolicyThreads) {
+  for (u32 j = my_entry(); j < all; j += kPolicyThreads) {
     const u32 e = j < moves_ ? j : back(j - moves_), o = number()[e];
     u32 v = served()[e];
     if (!kNative<Args> && v >= kNowhere) {
@@ -120,7 +120,7 @@ __device__ __forceinline__ bool Swap<Form>::learn() const {
       target()[e] = -1;
       v = kAnswered;
     } else {
-      v = remote_load(claim_at(v));
+      v = kMayBeOne && cluster() == 1 ? words(plan.claims)[2 * v] : remote_load(claim_at(v));
       if (v == o) set_bit(my_first(), index(o));
     }
     served()[e] = v;

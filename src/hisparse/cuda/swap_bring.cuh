@@ -39,7 +39,8 @@ __device__ __forceinline__ void Swap<Form>::take(u32 first, u32 n, u32 row, u32&
   if (copy.paged && from) *reinterpret_cast<uint2*>(stashed(first + lane_id()) + item) = scale;
 }
 
-/// While others are resolving: whatever they have found.
+/// While others are resolving: whatever they have found. (Whoever takes what is there, and not a full group, comes back at another time than the others:
+/// movers that all waited for four rows each asked in waves, between which the link rested.)
 template <class Form>
 __device__ __forceinline__ void Swap<Form>::bring_early(u32& taken) const {
 #pragma unroll 1
@@ -54,9 +55,7 @@ __device__ __forceinline__ void Swap<Form>::bring_early(u32& taken) const {
     if (n > 0) {
       bool won = false;
       if (lane_id() == 0) won = atomicCAS(&s().taken, first, first + n) == first;
-      if (__shfl_sync(kFull, won, 0)) {
-        take(first, n, row, taken);
-      }
+      if (__shfl_sync(kFull, won, 0)) take(first, n, row, taken);
     } else if (__all_sync(kFull, last)) {
       return;
     } else {

@@ -25,35 +25,83 @@ __device__ __forceinline__ u32 Swap<Form>::next_place(u32 p) const {
   return cta == plan.cluster ? 0 : cta << kPlaceBits;
 }
 
-/// The place of token t, where occurrence o is noted; `mine`: nobody had asked for t before. All that it writes has come back as a value,
-/// hence is done, when it returns: so no fence is needed before others are told, and a fence would wait for rows of the host.
+/// Compare-and-swap of the entry at place p; what was there. (One CTA alone, as with a small budget of SMs, has no peers to go to: 100 cycles.)
 template <class Form>
-__device__ __forceinline__ u32 Swap<Form>::claim(u32 t, u32 o, bool& mine) const {
-  constexpr u64 kNobody = ~u64{0};
+__device__ __forceinline__ u64 Swap<Form>::swap_entry(u32 p, u64 expected, u64 value) const {
+  if (kMayBeOne && cluster() == 1) return atomicCAS(reinterpret_cast<unsigned long long*>(words(plan.claims)) + p, expected, value);
+  return remote_cas(claim_at(p), expected, value);
+}
+/// The place of token t, where occurrence o is noted; `mine`: nobody had asked for t before. `found`: what was at t's home when this claim was put there.
+/// All that a claim writes has come back as a value, hence is done, when this returns: so no fence is needed before others are told, and a fence would wait
+/// for rows of the host.
+template <class Form>
+__device__ __forceinline__ u32 Swap<Form>::claim(u32 t, u32 o, u64 found, bool& mine) const {
   const u64 asks = u64{t} << 32 | o;
   u32 p = home(t);
-  u64 found;
 #pragma unroll 1
-  while ((found = remote_cas(claim_at(p), kNobody, asks)) != kNobody && found >> 32 != t) p = next_place(p);
+  while (found != kNobody && found >> 32 != t) {
+    p = next_place(p);
+    found = swap_entry(p, kNobody, asks);
+  }
   mine = found == kNobody;
 #pragma unroll 1
   while (!mine && found > asks) {
-    const u64 old = remote_cas(claim_at(p), found, asks);
+    const u64 old = swap_entry(p, found, asks);
     if (old == found) break;
     found = old;
   }
   return p;
 }
 
-/// A place for each lane of the warp that has something: in the list of what is mine or in the other one.
+/// Claims the missing ones of a round's tokens and puts them into my lists: what is mine in front, the others behind. What has no host row does not miss
+/// (native; sglang's index may have lost a resident token that has none).
 template <class Form>
-__device__ __forceinline__ u32 Swap<Form>::place_in_lists(bool some, bool mine) const {
-  const u32 front = __ballot_sync(kFull, some && mine), rear = __ballot_sync(kFull, some && !mine);
+__device__ __forceinline__ void Swap<Form>::list(u32 round, const std::int32_t (&tokens)[kDeep], bool (&misses)[kDeep]) const {
+  bool some = false;
+#pragma unroll
+  for (u32 q = 0; q < kDeep; ++q) some |= misses[q];
+  if (!__any_sync(kFull, some)) return;
+  Wide host[kDeep];
+#pragma unroll
+  for (u32 q = 0; q < kDeep; ++q) host[q] = ask_host(misses[q] ? tokens[q] : 0);
+  u64 found[kDeep];
+#pragma unroll
+  for (u32 q = 0; q < kDeep; ++q)  // (the claim of a token without a row comes to nothing: nobody finds a row)
+    if (const u32 t = static_cast<u32>(tokens[q]); misses[q] && t < context())
+      found[q] = swap_entry(home(t), kNobody, u64{t} << 32 | occurrence(turn(round, q)));
+  u32 place[kDeep], row[kDeep], counts = 0;
+  bool mine[kDeep];
+#pragma unroll
+  for (u32 q = 0; q < kDeep; ++q) {
+    mine[q] = false, place[q] = kNowhere, row[q] = kEmpty;
+    if (const u32 t = static_cast<u32>(tokens[q]); misses[q] && t < context()) {
+      const u32 p = claim(t, occurrence(turn(round, q)), found[q], mine[q]);
+      row[q] = row_of_host(host[q], tokens[q]);
+      if (row[q] != kEmpty)
+        place[q] = p;
+      else
+        mine[q] = false;
+    }
+    if (kNative<Args> && row[q] == kEmpty) misses[q] = false;
+    counts += static_cast<u32>(__popc(__ballot_sync(kFull, misses[q] && mine[q]))) |
+              static_cast<u32>(__popc(__ballot_sync(kFull, misses[q] && !mine[q]))) << 16;
+  }
   u32 before = 0;
-  if (lane_id() == 0 && (front | rear) != 0)
-    before = atomicAdd(&s().lists, static_cast<u32>(__popc(front)) | static_cast<u32>(__popc(rear)) << 16);
+  if (lane_id() == 0) before = atomicAdd(&s().lists, counts);
   before = __shfl_sync(kFull, before, 0);
-  return mine ? (before & 0xFFFFu) + __popc(front & below(lane_id())) : back((before >> 16) + __popc(rear & below(lane_id())));
+#pragma unroll
+  for (u32 q = 0; q < kDeep; ++q) {
+    const u32 front = __ballot_sync(kFull, misses[q] && mine[q]), rear = __ballot_sync(kFull, misses[q] && !mine[q]),
+              lanes = below(lane_id());
+    const u32 e = mine[q] ? (before & 0xFFFFu) + __popc(front & lanes) : back((before >> 16) + __popc(rear & lanes));
+    before += static_cast<u32>(__popc(front)) | static_cast<u32>(__popc(rear)) << 16;
+    if (!misses[q]) continue;
+    if (plan.tokens_kept) token()[e] = static_cast<u32>(tokens[q]);
+    served()[e] = place[q];
+    number()[e] = static_cast<std::uint16_t>(occurrence(turn(round, q)));
+    if (mine[q] && e < plan.rows_kept) atomicExch(row_of() + e, row[q]);  // from here on a mover may take it
+    if constexpr (!kNative<Args>) set_bit(words(plan.filter), filter_bit(static_cast<u32>(tokens[q])));
+  }
 }
 
 /// Of an entry of the lists that has a token; of one that is mine.

@@ -59,7 +59,7 @@ template <class Form>
 __device__ __forceinline__ void Swap<Form>::commit(u32 victims, u32 spare) const {
   u64 back = 0;
 #pragma unroll 1
-  for (u32 e = threadIdx.x; e < moves(); e += kPolicyThreads) {
+  for (u32 e = my_entry(); e < moves(); e += kPolicyThreads) {
     const u32 first = served()[e];
     if (!kNative<Args> && first == kAnswered) continue;
     const u32 u = number_of(first);
@@ -90,14 +90,15 @@ __device__ __forceinline__ void Swap<Form>::commit(u32 victims, u32 spare) const
       }
     }
   }
-  asm volatile("" ::"l"(back) : "memory");
+  if (publishes())
+    *static_cast<volatile u32*>(words(plan.bins) + threadIdx.x) = static_cast<u32>(back ^ back >> 32);  // waits for all of them
 }
 
 /// The other occurrences of missing tokens.
 template <class Form>
 __device__ __forceinline__ void Swap<Form>::answer_again(u32 victims, u32 spare) const {
 #pragma unroll 1
-  for (u32 j = threadIdx.x; j < again(); j += kPolicyThreads) {
+  for (u32 j = my_entry(); j < again(); j += kPolicyThreads) {
     const u32 e = back(j), first = served()[e];
     if (!kNative<Args> && first == kAnswered) continue;
     const u32 u = number_of(first);

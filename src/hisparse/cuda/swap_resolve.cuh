@@ -159,14 +159,12 @@ __device__ __forceinline__ void Swap<Form>::resolve(Look& l, Found& found) const
     Asked asked[kDeep];
     const bool more = round + kDeep * kResolvers < plan.slice;
     if (more) ask(round + kDeep * kResolvers, asked);
-    // A token that has no hint is in no hot slot; outside the window of the tail it is missing: its host row is asked for before the tables are here.
-    Wide asked_row[kDeep];
-    bool ahead[kDeep];
+    // A token that has no hint is in no hot slot; outside the window of the tail it is missing: it is listed before the tables are here.
+    bool misses[kDeep], ahead[kDeep];
 #pragma unroll
-    for (u32 q = 0; q < kDeep; ++q) {
-      ahead[q] = kAhead && token_[q] >= 0 && h[q] == kEmpty && static_cast<u32>(n[q] - token_[q]) > tail();
-      if constexpr (kAhead) asked_row[q] = ask_host(ahead[q] ? token_[q] : 0);
-    }
+    for (u32 q = 0; q < kDeep; ++q)
+      misses[q] = ahead[q] = kAhead && token_[q] >= 0 && h[q] == kEmpty && static_cast<u32>(n[q] - token_[q]) > tail();
+    if constexpr (kAhead) list(round, token_, misses);
     if (round == 0) {
       await_table(0);
       if (tail() > kMostTailMap) await_table(1);
@@ -184,7 +182,6 @@ __device__ __forceinline__ void Swap<Form>::resolve(Look& l, Found& found) const
       holds[q] = slot_token(min(h[q], hot() - 1));
     }
     u32 columns_[kDeep];
-    bool misses[kDeep];
 #pragma unroll
     for (u32 q = 0; q < kDeep; ++q) columns_[q] = token_[q] >= 0 && h[q] < hot() && holds[q] == token_[q] ? h[q] : kEmpty;
     if (in_window)  // the tail comes first
@@ -192,35 +189,15 @@ __device__ __forceinline__ void Swap<Form>::resolve(Look& l, Found& found) const
       for (u32 q = 0; q < kDeep; ++q)
         if (token_[q] >= 0 && static_cast<u32>(n[q] - token_[q]) <= tail())
           if (const u32 column = in_tail(token_[q]); column != kEmpty) columns_[q] = column;
+    bool others[kDeep];
 #pragma unroll
     for (u32 q = 0; q < kDeep; ++q) {
-      misses[q] = token_[q] >= 0 && columns_[q] == kEmpty;
-      if (misses[q] && !ahead[q]) asked_row[q] = ask_host(token_[q]);
+      others[q] = token_[q] >= 0 && !ahead[q] && columns_[q] == kEmpty;
       if (columns_[q] != kEmpty) note_hit(columns_[q]);
     }
+    list(round, token_, others);
 #pragma unroll
-    for (u32 q = 0; q < kDeep; ++q) {
-      if (!__any_sync(kFull, misses[q])) continue;
-      const u32 o = occurrence(turn(round, q)), t = static_cast<u32>(token_[q]);
-      bool mine = false;
-      u32 place = kNowhere, row = kEmpty;
-      if (misses[q]) {  // (the claim of a token without a row comes to nothing: nobody finds a row)
-        if (t < context()) place = claim(t, o, mine);
-        row = row_of_host(asked_row[q], token_[q]);
-        if (row == kEmpty) {
-          mine = false;
-          place = kNowhere;
-          if (kNative<Args>) misses[q] = false;  // (sglang's index may have lost a resident token that has no host row)
-        }
-      }
-      const u32 e = place_in_lists(misses[q], mine);
-      if (!misses[q]) continue;
-      if (plan.tokens_kept) token()[e] = t;
-      served()[e] = place;
-      number()[e] = static_cast<std::uint16_t>(o);
-      if (mine && e < plan.rows_kept) atomicExch(row_of() + e, row);  // from here on a mover may take it
-      if constexpr (!kNative<Args>) set_bit(words(plan.filter), filter_bit(t));
-    }
+    for (u32 q = 0; q < kDeep; ++q) misses[q] |= others[q];
 #pragma unroll
     for (u32 q = 0; q < kDeep; ++q) found.column[q] = columns_[q], found.miss[q] = misses[q];
     if (more || !kLate) answer_found(round, found);

@@ -12,8 +12,10 @@ struct Swap {
   static constexpr bool kOrdinary = Form::kOrdinary, kRows = Form::kRows;
   static constexpr bool kQuads = kOrdinary && kDeep == 4;     // a thread has four occurrences in a row: one load, one store
   static constexpr bool kBytes = kNative<Args> && kOrdinary;  // hits: a byte a column, see note_hit()
-  static constexpr bool kAhead = kNative<Args> && kOrdinary && !kRows && kDeep <= 2;  // host rows are asked for before the tables are here
-  static constexpr bool kLate = kNative<Args> && kOrdinary && !kRows;                 // the last round is answered behind the hand-over
+  static constexpr bool kAhead =
+      kNative<Args> && kOrdinary && !kRows && kDeep <= 2;              // what has no hint is listed before the tables are here
+  static constexpr bool kLate = kNative<Args> && kOrdinary && !kRows;  // the last round is answered behind the hand-over
+  static constexpr bool kMayBeOne = kRows || kDeep == 4;               // there can be clusters of one CTA
 
   const Front& f;
   const Args& x;
@@ -120,6 +122,8 @@ struct Swap {
     __syncwarp();
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(kThreads) : "memory");
   }
+  /// A thinking thread's first of a list: neighbours lie with different warps, since where a warp looks up places at random each of its lanes is a cycle.
+  __device__ __forceinline__ static u32 my_entry() { return (threadIdx.x & 31u) * kPolicyWarps | threadIdx.x / 32; }
   __device__ __forceinline__ static void policy_barrier() { ptx::barrier_of(1, kPolicyThreads); }
 
   // --------------------------------------------------------------------------------------------------- swap_tables.cuh
@@ -185,8 +189,10 @@ struct Swap {
   __device__ u32 claim_at(u32 p) const;
   __device__ u32 home(u32 t) const;
   __device__ u32 next_place(u32 p) const;
-  __device__ u32 claim(u32 t, u32 o, bool& mine) const;
-  __device__ u32 place_in_lists(bool some, bool mine) const;
+  static constexpr u64 kNobody = ~u64{0};  // has an entry
+  __device__ u64 swap_entry(u32 p, u64 expected, u64 value) const;
+  __device__ u32 claim(u32 t, u32 o, u64 found, bool& mine) const;
+  __device__ void list(u32 round, const std::int32_t (&tokens)[kDeep], bool (&misses)[kDeep]) const;
   __device__ u32 token_at(u32 e) const;
   __device__ u32 host_row_at(u32 e) const;
 
@@ -255,6 +261,9 @@ struct Swap {
 
   // ----------------------------------------------------------------------------------------------------------- swap.cu
 
+  __device__ bool move(const Tail& tail, Wide other, int width, i64 real, const Clock& clock, u32 page);
+  __device__ bool quiet(const Found& found, bool& late) const;
+  __device__ bool serve(Look& l, std::int32_t spare, const Clock& clock);
   __device__ void row(const Begin& begin);
 };
 

@@ -130,22 +130,22 @@ __device__ __forceinline__ u32 Swap<Form>::in_tail(std::int32_t t) const {
 /// all of it if there is as little as they can look at at once: then all CTAs say the same).
 template <class Form>
 __device__ __forceinline__ bool Swap<Form>::bad_table() const {
-  bool bad = false;
+  std::int32_t most = -1;
+  const u32 first = threadIdx.x - kResolvers;
   if constexpr (kOrdinary) {
+    const u32 fours = columns() & ~3u;
 #pragma unroll 4
-    for (u32 c = 4 * (threadIdx.x - kResolvers); c < columns(); c += 4 * (kThreads - kResolvers)) {
+    for (u32 c = 4 * first; c < fours; c += 4 * (kThreads - kResolvers)) {
       const int4 v = *at<int4>(f.locs_at + 4 * c);
-      bad |= v.x >= copy.device_rows;
-      bad |= c + 1 < columns() && v.y >= copy.device_rows;
-      bad |= c + 2 < columns() && v.z >= copy.device_rows;
-      bad |= c + 3 < columns() && v.w >= copy.device_rows;
+      most = max(max(max(most, v.x), max(v.y, v.z)), v.w);
     }
+    if (fours + first < columns()) most = max(most, slot_loc(fours + first));
   } else {
 #pragma unroll 1
-    for (u32 c = rank * (kThreads - kResolvers) + threadIdx.x - kResolvers; c < columns(); c += plan.cluster * (kThreads - kResolvers))
-      bad |= slot_loc(c) >= copy.device_rows;
+    for (u32 c = rank * (kThreads - kResolvers) + first; c < columns(); c += plan.cluster * (kThreads - kResolvers))
+      most = max(most, slot_loc(c));
   }
-  return bad;
+  return most >= copy.device_rows;
 }
 
 /// The first of a thread's rows of the scratch, -1 if it has none.
