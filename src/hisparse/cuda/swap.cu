@@ -34,6 +34,9 @@
 // swap_tables.cuh (the slot tables), swap_resolve.cuh (resident or not), swap_claims.cuh (who brings a missing token), swap_bring.cuh (rows), swap_agree.cuh
 // (what the CTAs tell each other), swap_victims.cuh (which slots are taken), swap_commit.cuh (what is written), swap_sglang.cuh (its index). Here: a row from its
 // begin to its end, by role; the kernel; which of them a call gets.
+#include <array>
+#include <mutex>
+
 #include "cuda/launch.hpp"
 #include "hisparse/cuda/swap_agree.cuh"
 #include "hisparse/cuda/swap_bring.cuh"
@@ -241,21 +244,25 @@ auto kernel_for(u32 slice, bool ordinary, bool quads, bool rows) {
   if (slice <= kResolvers) return &swap_kernel<Form<Args, 1, true, false>>;
   return slice <= 2 * kResolvers || !quads ? &swap_kernel<Form<Args, 2, true, false>> : &swap_kernel<Form<Args, 4, true, false>>;
 }
-/// How many clusters of so many CTAs fit on the GPU at once (asked once).
+/// How many clusters of so many CTAs fit on the current GPU at once. What a kernel may have, and how many fit, is said and asked once for each GPU.
 template <class Args>
 i64 clusters_at_once(u32 cluster) {
+  constexpr int kMaxDevices = 64;  // as device_info() has it
   struct Fit {
+    std::once_flag once;
     i64 clusters[kMostCluster + 1] = {};
   };
-  static const Fit fit = [] {
-    const int most = specstate::cuda::device_info().shared_bytes - 1024;
+  static std::array<Fit, kMaxDevices> known;
+  const specstate::cuda::DeviceInfo& device = specstate::cuda::device_info();
+  Fit& fit = known[static_cast<std::size_t>(device.index)];
+  std::call_once(fit.once, [&] {
+    const int most = device.shared_bytes - 1024;
     for (const auto kernel : {kernel_for<Args>(1, true, true, false), kernel_for<Args>(2 * kResolvers, true, true, false),
                               kernel_for<Args>(4 * kResolvers, true, true, false), kernel_for<Args>(1, true, true, true),
                               kernel_for<Args>(1, true, false, true), kernel_for<Args>(1, false, true, true)}) {
       SPECSTATE_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
       SPECSTATE_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most));
     }
-    Fit f;
     for (const u32 size : kClusters) {
       cudaLaunchAttribute attribute{};
       attribute.id = cudaLaunchAttributeClusterDimension;
@@ -265,10 +272,9 @@ i64 clusters_at_once(u32 cluster) {
       config.attrs = &attribute, config.numAttrs = 1;
       int clusters = 0;
       SPECSTATE_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&clusters, kernel_for<Args>(1, true, true, false), &config));
-      f.clusters[size] = clusters;
+      fit.clusters[size] = clusters;
     }
-    return f;
-  }();
+  });
   return fit.clusters[cluster];
 }
 /// CTAs a batch row: as many as fit beside each other for all rows, since look-ups are latency; of a small call, no more than have work.
