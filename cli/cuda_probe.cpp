@@ -86,6 +86,7 @@ void measure_link(const Driver& d, Device device, GpuReport& gpu) {
   }
   if (memory) d.free(memory);
   if (host) d.host_free(host);
+  d.current(nullptr);  // whoever comes next begins on the first GPU, not in what is left of this one's context
   d.release(device);
 }
 
