@@ -46,7 +46,7 @@ FAMILIES = ("hisparse", "kda", "draft_kv", "accept", "engine")
 turns = itertools.count()
 TOOLS = ("racecheck", "initcheck", "memcheck", "synccheck")
 PARTS = {"kda_gpu_test": 3, "draft_kv_gpu_test": 3, "gpu_calls.py": 2}  # so many processes, each with a part of the tests; racecheck, the slowest: one a test
-APART = ("engine_gpu_test", "test_memory_gpu", "test_engine_ranks_gpu")  # they look at the memory of the GPU, or kill who uses it
+APART = ("engine_gpu_test", "test_memory_gpu", "test_engine_ranks_gpu", "test_two_devices_gpu")  # they look at the memory of the GPU, kill who uses it, or need two
 
 
 def family_of(name):

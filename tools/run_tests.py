@@ -36,7 +36,7 @@ SKIP_LIMITS = {
     "needs-time": 1,  # what takes too long under a sanitizer
     "needs-wheel": 1,  # sglang's wheel is carried to a GPU machine, never installed by us
     "needs-torch": 8,  # torch is no requirement of the project
-    "needs-two-gpus": 13,  # the engine's ranks
+    "needs-two-gpus": 14,  # the engine's ranks, and what a process keeps of each
     "needs-nccl": 13,  # likewise: no requirement of the project
     "needs-fewer-gpus": 1,  # the embedded model's heads split for at most three
     "needs-models": 0,  # the embedded model is part of every checkout

@@ -27,9 +27,9 @@ def tensors(arguments):
     return [(path, x) for path, x in found if isinstance(x, torch.Tensor)]
 
 
-def on_gpu(name):
+def on_gpu(name, **sizes):
     """The call's arguments as torch tensors where a CUDA call has them. Nothing waits: a wait takes a turn of all programs on a GPU."""
-    arguments = CALLS[name]()
+    arguments = CALLS[name](**sizes)
     for path, x in leaves(arguments):
         pinned = torch.from_numpy(np.ascontiguousarray(x)).pin_memory()
         arguments = replace(arguments, path, pinned if path[0] in HOST else pinned.cuda(non_blocking=True))

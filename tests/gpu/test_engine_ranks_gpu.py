@@ -1,5 +1,6 @@
 """`specstate generate --tensor-parallel` on two GPUs: the tokens and states of one, one copy of the host's rows, and every way in which a rank can go."""
 
+import concurrent.futures
 import importlib.util
 import json
 import os
@@ -46,6 +47,12 @@ def generate(*args, ranks, status=0):
     return json.loads(call(*args, "--tensor-parallel", ranks, "--json", "-", status=status).stdout)
 
 
+def on_one_and_two(*arguments):
+    """Both at the same time."""
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda ranks: generate(*arguments, ranks=ranks), (1, 2)))
+
+
 def files(prompts):
     return [x for p in prompts for x in ("--prompt-file", p)]
 
@@ -55,7 +62,7 @@ def files(prompts):
 def test_tokens_and_states_are_those_of_one_card(mode, temperature):
     arguments = (*files(PROMPTS[:5]), "--mode", mode, "--temperature", temperature, "--seed", 4, "--max-new-tokens", 48, "--deterministic",
                  "--start-steps", "0,3,1", "--drop-steps", "-1,-1,-1,5")
-    one, two = generate(*arguments, ranks=1), generate(*arguments, ranks=2)
+    one, two = on_one_and_two(*arguments)
     for key in ("tokens", "text", "finish", "state_digest", "steps"):
         assert [r[key] for r in one["requests"]] == [r[key] for r in two["requests"]], key
     assert one["accepted_lengths"] == two["accepted_lengths"] and one["kda"] == two["kda"] and one["hisparse"] == two["hisparse"]
@@ -72,7 +79,7 @@ def test_lossless_after_every_step():
 def test_small_hot_buffers_read_the_common_rows():
     prompt = sorted(PROMPTS, key=lambda p: p.stat().st_size)[-3]
     arguments = (*files([prompt]), "--mode", "dflash", "--max-new-tokens", 32, "--deterministic", "--hot-slots", 64, "--chunk", 300)
-    one, two = generate(*arguments, ranks=1), generate(*arguments, ranks=2)
+    one, two = on_one_and_two(*arguments)
     assert one["tokens"] == two["tokens"] and one["requests"][0]["state_digest"] == two["requests"][0]["state_digest"]
     assert two["hisparse"]["misses"] == one["hisparse"]["misses"] > 0
 
