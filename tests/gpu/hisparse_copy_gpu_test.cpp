@@ -155,7 +155,7 @@ TEST(HisparseCopyGpu, FollowersAreAwaitedOneByOne) {
         for (i64 i = 0; i < (two ? 2 : 1) * kLayers; ++i)
           for (auto* list : {&pools, &seen}) list->push_back(std::make_unique<Pair<u8>>(std::initializer_list<i64>{rows, item}));
         Pair<i64> src({std::max<i64>(B, 1), M});
-        Pair<i32> dst({std::max<i64>(B, 1), M}), count({std::max<i64>(B, 1)}), real({1}), arrived({2 * kLayers});
+        Pair<i32> dst({std::max<i64>(B, 1), M}), count({std::max<i64>(B, 1)}), real({1}), arrived({2 * kLayers}, {0, -7, 0, -7, 0, -7});
         for (int round = 0; round < (small() ? 2 : 3); ++round) {
           std::vector<i64> from(src.size() / 8);
           std::vector<i32> to(dst.size() / 4), n(count.size() / 4);
