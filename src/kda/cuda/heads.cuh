@@ -79,7 +79,7 @@ struct Shared {
   decltype(HeadsCall::places) places;
   Head head[3];
   Item first;  // the CTA's first head, before its places are known
-  std::uint64_t found, first_here, tokens_here, state_here, alone;
+  std::uint64_t found, first_here, tokens_here, stage_read, state_here, alone;
 
   __device__ float* base(int r) { return state_ + (r >= kHalf ? 16 : 0); }
   __device__ float* row(int r) { return base(r) + r * kDim; }
@@ -106,15 +106,22 @@ template <class M>
 __device__ __forceinline__ void sync_workers() {
   asm volatile("bar.sync 1, %0;" ::"n"(32 * M::kWorkers) : "memory");
 }
-/// What workers leave to the director: that they have read this turn's tokens from the stage; the state.
+/// What workers leave to the director in every turn: that they have read this turn's tokens from the stage; the state. Over barriers at which workers
+/// only arrive; that of the recurrence's stage lies in memory, since racecheck now and then loses an arrival at the other kind between the workers' own.
 enum { kStageRead = 2, kStateRead = 3 };
 template <int kWhat, class M>
-__device__ __forceinline__ void leave(M&) {
-  asm volatile("bar.arrive %0, %1;" ::"n"(kWhat), "n"(32 * M::kWorkers + 32) : "memory");
+__device__ __forceinline__ void leave(M& s) {
+  if constexpr (kWhat == kStageRead && !M::kFrozen)
+    ptx::barrier_arrive(&s.stage_read);
+  else
+    asm volatile("bar.arrive %0, %1;" ::"n"(kWhat), "n"(32 * M::kWorkers + 32) : "memory");
 }
 template <int kWhat, class M>
-__device__ __forceinline__ void take(M&) {
-  asm volatile("bar.sync %0, %1;" ::"n"(kWhat), "n"(32 * M::kWorkers + 32) : "memory");
+__device__ __forceinline__ void take(M& s, int turn) {
+  if constexpr (kWhat == kStageRead && !M::kFrozen)
+    ptx::barrier_wait(&s.stage_read, turn & 1);
+  else
+    asm volatile("bar.sync %0, %1;" ::"n"(kWhat), "n"(32 * M::kWorkers + 32) : "memory");
 }
 
 // ---- the director ----------------------------------------------------------------------------------------------------------

@@ -42,13 +42,13 @@ __device__ __forceinline__ void direct(const HeadsCall& a, M& s, Finder& finder,
     const int n = min(kTokens, head->tokens - first);
     const bool last = first + n == head->tokens;
     const Head& next = last ? s.head[(number + 1) % 3] : *head;
-    take<kStageRead>(s);
+    take<kStageRead>(s, turn);
     first = last ? 0 : first + n;
     const int left = min(kTokens, next.tokens - first);
     if (left > 0) request_tokens(a, next, s, first, left, turn + 1, lane);
     arrive_with_copies(&s.tokens_here);
     ask(next, first, left);
-    take<kStateRead>(s);
+    take<kStateRead>(s, turn);
     if (last) request_state(next, s, lane), ++number;
     betas(turn + 1);
     ptx::barrier_arrive(&s.tokens_here);
@@ -135,6 +135,7 @@ __global__ void __launch_bounds__(M::kThreads, M::kEach) kernel(const __grid_con
     ptx::barrier_init(&s.found, 32);
     ptx::barrier_init(&s.first_here, 32 * kWorkers + 32);
     ptx::barrier_init(&s.tokens_here, 64);  // the director's copies, and the rest of what it does
+    ptx::barrier_init(&s.stage_read, 32 * kWorkers);
     ptx::barrier_init(&s.state_here, 1);
     ptx::barrier_init(&s.alone, 1);
     ptx::fence_barriers();
