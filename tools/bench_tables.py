@@ -75,6 +75,11 @@ def thinned(cases, varied):
     return cases, said
 
 
+def ours_beside(r, peer):
+    """Our time that a peer's is compared with: sglang's kernels run in turns with ours in one process (bench/peers), the others beside ours in the benchmark itself."""
+    return r.get("ours_beside_peers_us", r["ours_us"]) if peer.startswith("sglang") else r["ours_us"]
+
+
 def results_table(recorded, prefix, aged=frozenset()):
     results = [r for r in recorded["results"] if r["case"].startswith(prefix + "/")]
     if not results:
@@ -105,7 +110,7 @@ def results_table(recorded, prefix, aged=frozenset()):
     for keys, r in cases:
         ours, floor = r["ours_us"], r["floor_us"]
         row = [keys.get(n, "") for n in varied] + [time(r), number(floor) if floor else "", f"{floor / ours:.2f}" if floor else ""]
-        row += [f"{number(r['peers'][p])} ({r['peers'][p] / ours:.2f}x){BEFORE if p in r.get('peers_before', []) else ''}" if p in r["peers"] else "" for p in peers]
+        row += [f"{number(r['peers'][p])} ({r['peers'][p] / ours_beside(r, p):.2f}x){BEFORE if p in r.get('peers_before', []) else ''}" if p in r["peers"] else "" for p in peers]
         rows.append(row)
     return caption + table([*varied, "ours", "floor", "floor / ours", *(f"{p} (x ours)" for p in peers)], rows) + grid
 
@@ -127,7 +132,7 @@ def sglang_table(recorded):
         theirs = [us for name, us in r["peers"].items() if name.startswith("sglang")]
         if theirs and not r["case"].startswith("overhead/"):
             kind, _, shape = r["case"].rpartition("/")
-            kinds.setdefault(kind, []).append((min(theirs) / r.get("ours_beside_peers_us", r["ours_us"]), shape.split(","), r["date"], any(n in r.get("peers_before", []) for n in r["peers"] if n.startswith("sglang"))))
+            kinds.setdefault(kind, []).append((min(theirs) / ours_beside(r, "sglang"), shape.split(","), r["date"], any(n in r.get("peers_before", []) for n in r["peers"] if n.startswith("sglang"))))
     rows = []
     for kind, cells in sorted(kinds.items()):
         same = set.intersection(*(set(shape) for _, shape, _, _ in cells)) if len(cells) > 1 else set()
@@ -162,7 +167,7 @@ GLANCE = {  # what is counted: {a call in words: its cases, * where the count st
 
 
 def glance_table(recorded):
-    """Few calls, a column a number of requests (or tokens): ours, in brackets what sglang's fastest form of the same call takes beside it."""
+    """Few calls, a column a number of requests (or tokens): ours, in brackets how many times as long sglang's fastest form of the same call takes beside it."""
     tables = []
     for counted, calls in GLANCE.items():
         rows, counts = {}, set()
@@ -174,7 +179,7 @@ def glance_table(recorded):
                 if before + n + after != r["case"] or not n.isdigit():
                     continue
                 theirs = [(us, name in r.get("peers_before", [])) for name, us in r["peers"].items() if name.startswith("sglang") and "," not in name]  # no ", four single steps"
-                rows[call][int(n)] = number(r["ours_us"]) + (f" ({number(min(theirs)[0])}{BEFORE if min(theirs)[1] else ''})" if theirs else "")
+                rows[call][int(n)] = number(r["ours_us"]) + (f" ({min(theirs)[0] / ours_beside(r, 'sglang'):.2f}x{BEFORE if min(theirs)[1] else ''})" if theirs else "")
                 counts.add(int(n))
         tables.append(table([f"call; {counted}:", *map(str, sorted(counts))], [[call, *(cells.get(n, "") for n in sorted(counts))] for call, cells in rows.items()]))
     return f"{recorded['device']}, {recorded['date']}; microseconds.\n\n" + "\n".join(tables)
