@@ -15,6 +15,8 @@ from gpu_soak import line as soak_line
 from source_digest import digest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+FAMILIES = ("accept", "binding", "draft_kv", "engine", "hisparse", "kda", "sglang", "two_gpus")  # of tests/gpu/evidence.json
+NAMES = {"sglang": "sglang's own tests of our functions", "two_gpus": "what needs two GPUs: ranks, every call on each"}
 BEGIN, END = "<!-- recorded on a GPU -->", "<!-- end of recorded -->"
 
 
@@ -52,7 +54,9 @@ def said(root=ROOT):
         state = "these" if e["source_digest"] == digest(family, root) else "OLDER"
         of[state].append(name)
         lines.append(f"gpu:   {name:15} of {state} sources, {e['date']}, {e['device']}: {what}")
-    return [*lines, "gpu: evidence of these sources: " + (", ".join(of["these"]) or "none") + (f"; of OLDER sources: {', '.join(of['OLDER'])}" if of["OLDER"] else "; nothing older")]
+    missing = [*sorted(set(FAMILIES) - set(evidence)), *([] if matrix else ["lossless matrix"]), *([] if soak else ["soak"])]
+    return [*lines, "gpu: evidence of these sources: " + (", ".join(of["these"]) or "none") + (f"; of OLDER sources: {', '.join(of['OLDER'])}" if of["OLDER"] else "; nothing older")
+            + (f"; MISSING: {', '.join(missing)}" if missing else "; nothing missing")]  # fmt: skip
 
 
 def render(root=ROOT):
@@ -61,8 +65,7 @@ def render(root=ROOT):
     lines = ["The recorded run: %d passed, %d failed, %d skipped or not applicable. A run of a tool counts as a test; `make test` says which rows are of the sources at hand." % tuple(total), "",
              "| | device, date | sources | passed | failed | skipped | compute-sanitizer |", "| --- | --- | --- | --- | --- | --- | --- |"]  # fmt: skip
     for family, e in sorted(evidence.items()):
-        name = "sglang's own tests of our functions" if family == "sglang" else f"`{family}`"
-        lines.append(f"| {name} | {str(e['devices']) + ' x ' if e.get('devices', 1) > 1 else ''}{e['device']}, {e['date']} | {e['source_digest']} | {e['passed']} | {e['failed']} | {e['skipped']} | {tools_of(e) if family != 'sglang' else ''} |")
+        lines.append(f"| {NAMES.get(family, f'`{family}`')} | {str(e['devices']) + ' x ' if e.get('devices', 1) > 1 else ''}{e['device']}, {e['date']} | {e['source_digest']} | {e['passed']} | {e['failed']} | {e['skipped']} | {tools_of(e) if family not in NAMES else ''} |")
     bad = [x for _, e in sorted(evidence.items()) for x in e.get("not_passed", [])]
     skips = {}
     for e in evidence.values():

@@ -13,7 +13,8 @@ itself has broken runs again without it. The longest come first, by tests/gpu/se
 sglang's own kernel tests, where they lie in tests/gpu/of_sglang/ (they are sglang's, so they are carried and never committed), run against
 our functions (tests/gpu/sglang_in_name.py); what came of each is in the evidence under "sglang" (tools/sglang_table.py writes it into
 docs/compatibility.md). Kernels of sglang that its tests compare with come from an unpacked wheel in `wheel`, if there is one.
-A family's evidence names the digest of the sources that the build was made from; `make test` says whether it is still theirs.
+A family's evidence names the digest of the sources that the build was made from; `make test` says whether it is still theirs. The tests that need
+two GPUs are a family of their own: on a machine with one they skip, and what a machine with two has said of them stays, with its sources and its date.
 The last line is `N passed, N failed, N skipped`.
 """
 
@@ -46,11 +47,14 @@ FAMILIES = ("hisparse", "kda", "draft_kv", "accept", "engine")
 turns = itertools.count()
 TOOLS = ("racecheck", "initcheck", "memcheck", "synccheck")
 PARTS = {"kda_gpu_test": 3, "draft_kv_gpu_test": 3, "gpu_calls.py": 2}  # so many processes, each with a part of the tests; racecheck, the slowest: one a test
-APART = ("engine_gpu_test", "test_memory_gpu", "test_engine_ranks_gpu", "test_two_devices_gpu")  # they look at the memory of the GPU, kill who uses it, or need two
+TWO_GPUS = ("test_engine_ranks_gpu", "test_two_devices_gpu")  # they need two
+APART = ("engine_gpu_test", "test_memory_gpu", *TWO_GPUS)  # they look at the memory of the GPU, kill who uses it, or need two
 
 
 def family_of(name):
     """hisparse_swap_gpu_test -> hisparse, test_kda_gpu -> kda; what belongs to no family is the binding's."""
+    if name in TWO_GPUS:
+        return "two_gpus"
     name = name.removeprefix("test_")
     return next((f for f in FAMILIES if name.startswith(f)), "binding")
 
@@ -228,6 +232,28 @@ cp build/release/gpu-test-results/*.log out/
     print(f"{folder}: {size / 2**20:.1f} MiB")
 
 
+def evidence_of(results, digests, gpu):
+    """The evidence of the families of these {name: Result of run_tests.py}, as yet without tools."""
+    families = {}
+    for name, r in sorted(results.items()):
+        family = family_of(name)
+        f = families.setdefault(family, {"source_digest": digests.get(family, "unknown"), **gpu, "date": datetime.date.today().isoformat(),
+                                         "passed": 0, "failed": 0, "skipped": 0, "sanitizers": {}, "not_passed": [], "skips": {}})  # fmt: skip
+        f["passed"] += r.passed
+        f["failed"] += r.failed
+        f["skipped"] += len(r.skips)
+        f["not_passed"] += r.failures
+        for _, message in r.skips:
+            code = message.strip().partition(":")[0]
+            f["skips"][code] = f["skips"].get(code, 0) + 1
+    return families
+
+
+def seen(families):
+    """Without those of which every test was skipped: that is no news of them."""
+    return {name: f for name, f in families.items() if f["passed"] + f["failed"]}
+
+
 def known(path):
     try:
         return json.loads(path.read_text())
@@ -236,7 +262,7 @@ def known(path):
 
 
 def save(path, news):
-    """Into the evidence: a family that was tested again replaces its older self. Likewise the seconds of what ran."""
+    """Into a file of evidence, or of the seconds that each program took: what is new replaces its older self, what is not there again stays."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**known(path), **news}, indent=1, sort_keys=True) + "\n")
 
@@ -275,7 +301,7 @@ def main():
     if not tasks:
         print(f"gpu_test: found no test in {BUILD / 'gpu-tests'} and tests/gpu", file=sys.stderr)
         return 1
-    families, wheel = {}, options.wheel.exists() and {"SGLANG_WHEEL": str(options.wheel.resolve())} or {}
+    wheel = options.wheel.exists() and {"SGLANG_WHEEL": str(options.wheel.resolve())} or {}
     theirs = [p for p in sorted((ROOT / "tests" / "gpu" / "of_sglang").glob("test_*.py")) if "sglang" in options.only.split(",") or wanted(p.name)]
     garbled_calls = ROOT / "tests" / "gpu" / "gpu_calls.py"  # of every family: nothing outside an array may be touched
     sanitized = [] if options.no_sanitizers or not programs else [("memcheck", garbled_calls)] + [(tool, p) for tool in TOOLS for p in programs]
@@ -350,21 +376,13 @@ def main():
                 print(f"skipped: {test}: {message.strip()}")
             if r.failed:
                 print("\n".join("    " + line for line in r.log.read_text(errors="replace").splitlines()[-60:]), flush=True)
-            f = families.setdefault(family_of(name), {"source_digest": digests.get(family_of(name), "unknown"), **gpu,
-                                                     "date": datetime.date.today().isoformat(), "passed": 0, "failed": 0, "skipped": 0, "sanitizers": {}, "not_passed": [], "skips": {}})
-            f["passed"] += r.passed
-            f["failed"] += r.failed
-            f["skipped"] += len(r.skips)
-            f["not_passed"] += r.failures
-            for _, message in r.skips:
-                code = message.strip().partition(":")[0]
-                f["skips"][code] = f["skips"].get(code, 0) + 1
+        families = evidence_of({name: future.result() for name, future in tests.items()}, digests, gpu)
         table = dict(sorted((name, result) for future in tables for name, result in future.result().items()))
         for name, result in table.items():
             print(f"sglang's {name}: {result}")
         if table:
             families["sglang"] = {"source_digest": digests.get("binding", "unknown"), **gpu, **of_theirs(table)}
-        save(options.evidence, families)  # what is known if the sanitizers are cut short
+        save(options.evidence, seen(families))  # what is known if the sanitizers are cut short
         save(options.evidence.with_name(SECONDS.name), took)
 
         if sanitized and not planted:
@@ -397,8 +415,10 @@ def main():
                 if not good:
                     f["not_passed"].append(f"{tool}: {said}")
 
-    save(options.evidence, families)
+    save(options.evidence, seen(families))
     save(options.evidence.with_name(SECONDS.name), took)
+    for name in sorted(families.keys() - seen(families).keys()):
+        print(f"gpu_test: every test of {name} was skipped ({', '.join(families[name]['skips'])}): its evidence stays as it was")
     total = [sum(f[k] for f in families.values()) for k in ("passed", "failed", "skipped")]
     print("%d passed, %d failed, %d skipped" % tuple(total))
     return 1 if total[1] else 0

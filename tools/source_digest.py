@@ -2,7 +2,7 @@
 """Prints the digest of the sources that a result of a family depends on: `tools/source_digest.py kda`.
 
 A recorded result (benchmark, GPU test, fuzzing run) carries the digest of its day; another digest today means that it is of older
-sources. Families: hisparse, kda, draft_kv, accept, matmul, step (those four together), engine, binding. Prints the first 16 hex digits of a SHA-256.
+sources. Families: hisparse, kda, draft_kv, accept, matmul, step (those four together), engine, binding, two_gpus (the last two together). Prints the first 16 hex digits of a SHA-256.
 """
 
 import argparse
@@ -12,12 +12,14 @@ import pathlib
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 OPERATIONS = ("hisparse", "kda", "draft_kv", "accept")
-FAMILIES = (*OPERATIONS, "matmul", "step", "engine", "binding")
+FAMILIES = (*OPERATIONS, "matmul", "step", "engine", "binding", "two_gpus")
 SUFFIXES = {".hpp", ".in", ".cpp", ".cu", ".cuh", ".py"}
 
 
 def sources(family, root=ROOT):
     """The files, sorted: the core, the backends' shared parts, and what belongs to the family alone."""
+    if family == "two_gpus":
+        return sorted({*sources("engine", root), *sources("binding", root)})
     folders = ["src/core", "src/cpu", "src/cuda", "include/specstate"]
     if family in OPERATIONS:
         folders.append(f"src/{family}")

@@ -184,9 +184,9 @@ def test_rows_of_older_sources_are_marked_and_listed(tmp_path, monkeypatch, caps
 
 
 @pytest.mark.parametrize("changed,families", [
-    ("src/cpu/matmul.cpp", {"hisparse", "kda", "draft_kv", "accept", "matmul", "step", "engine"}),
-    ("src/accept/cpu.cpp", {"accept", "step", "engine"}),
-    ("include/specstate/accept.hpp", {"accept", "step", "engine"}),
+    ("src/cpu/matmul.cpp", {"hisparse", "kda", "draft_kv", "accept", "matmul", "step", "engine", "two_gpus"}),
+    ("src/accept/cpu.cpp", {"accept", "step", "engine", "two_gpus"}),
+    ("include/specstate/accept.hpp", {"accept", "step", "engine", "two_gpus"}),
     ("cmake/flags.cmake", set(source_digest.FAMILIES)),
     ("README.md", set()),
 ])

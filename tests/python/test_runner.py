@@ -15,6 +15,7 @@ spec = importlib.util.spec_from_file_location("run_tests", ROOT / "tools" / "run
 run_tests = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(run_tests)
 import gpu_evidence  # noqa: E402  (beside it)
+import gpu_test  # noqa: E402
 
 
 def report(*cases):
@@ -80,7 +81,27 @@ def test_what_is_said_of_gpu_tests_where_there_is_no_gpu(tmp_path):
     _, accept, kda, last = gpu_evidence.said(tmp_path)
     assert accept.split(None, 1)[1] == "accept          of these sources, 2026-11-30, NVIDIA H200: 4 passed, 0 failed, 1 skipped; 1 tool clean"
     assert kda.split(None, 1)[1] == "kda             of OLDER sources, 2026-11-30, NVIDIA H200: 4 passed, 0 failed, 1 skipped; racecheck: 2 errors"
-    assert last == "gpu: evidence of these sources: accept; of OLDER sources: kda"
+    assert last == ("gpu: evidence of these sources: accept; of OLDER sources: kda; "
+                    "MISSING: binding, draft_kv, engine, hisparse, sglang, two_gpus, lossless matrix, soak")  # fmt: skip
+    assert set(gpu_evidence.FAMILIES) == {*gpu_test.FAMILIES, "binding", "sglang", "two_gpus"}
+
+
+def test_a_run_on_one_gpu_keeps_what_two_have_said(tmp_path):
+    names = [p.stem for p in (ROOT / "tests" / "gpu").glob("test_*.py") if "needs-two-gpus" in p.read_text()]
+    assert sorted(names) == sorted(gpu_test.TWO_GPUS) and set(names) < set(gpu_test.APART)
+
+    def run_on(gpus, digest):
+        results = {name: result_of(tmp_path, report("")) for name in ("test_kda_gpu", *names)}
+        for name in names if gpus < 2 else []:
+            results[name] = result_of(tmp_path, report('<skipped message="needs-two-gpus: torch sees 1"/>'))
+        families = gpu_test.evidence_of(results, dict.fromkeys(("kda", "two_gpus"), digest), {"device": "NVIDIA H200"})
+        gpu_test.save(tmp_path / "evidence.json", gpu_test.seen(families))
+        evidence = gpu_test.known(tmp_path / "evidence.json")
+        return families["two_gpus"]["skips"], {name: (e["source_digest"], e["passed"]) for name, e in evidence.items()}
+
+    assert run_on(1, "old") == ({"needs-two-gpus": 2}, {"kda": ("old", 1)})
+    assert run_on(2, "old") == ({}, {"kda": ("old", 1), "two_gpus": ("old", 2)})
+    assert run_on(1, "new") == ({"needs-two-gpus": 2}, {"kda": ("new", 1), "two_gpus": ("old", 2)})
 
 
 def test_what_is_said_of_long_runs(tmp_path):
