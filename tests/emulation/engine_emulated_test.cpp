@@ -1,6 +1,7 @@
 // The GPU engine's loop and kernels on an emulated GPU, beside the CPU engine: same tokens, same state after every step, requests that come and go,
 // memory that fails. It runs on every machine; on a real GPU tests/gpu/test_engine_gpu.py and tests/gpu/engine_gpu_test.cpp say the rest.
 #include <gtest/gtest.h>
+#include <nvtx3/nvToolsExt.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -136,6 +137,15 @@ TEST(EngineEmulated, PromptsWaitForAPlaceAndUsedPlacesAreClean) {
     EXPECT_EQ(report.requests[i].tokens, cpu.requests[i].tokens) << i;
     EXPECT_EQ(report.requests[i].state_digest, at_once.requests[i].state_digest) << i;
   }
+}
+
+TEST(EngineEmulated, AProfilerSeesThePartsOfAStep) {
+  nvtx_seen.clear();
+  cuda::decode(model(), prompts(1), options(3), Mode::kDFlash, {}, nullptr);
+  ASSERT_TRUE(nvtx_open.empty());
+  EXPECT_EQ(
+      std::vector<std::string>(nvtx_seen.begin(), nvtx_seen.begin() + 7),
+      (std::vector<std::string>{"/prefill", "/step", "/step/open window", "/step/draft", "/step/verify", "/step/accept", "/step/commit"}));
 }
 
 TEST(EngineEmulated, SampledProposalsAreTheCpus) {

@@ -38,8 +38,13 @@ int bucket(int n) {
   while (b < n) b *= 2;
   return b;
 }
+/// What is enqueued meanwhile, for a profiler (NVTX).
 struct Range {
   explicit Range(const char* name) { nvtxRangePushA(name); }
+  void next(const char* name) {
+    nvtxRangePop();
+    nvtxRangePushA(name);
+  }
   ~Range() { nvtxRangePop(); }
 };
 
@@ -367,15 +372,19 @@ void Run::enqueue(int batch, int kind) {
   const Choice choice{V, config_.eos, options_.temperature, options_.seed};
   const bool rejection = options_.sampled_proposals && W > 1;
   beside_.set_apart(!group_ && !trace_.on());
+  Range range("open window");
   begin(step, tables_, limits_.context, s);
   trace_.mark("step: begin");
   target_->open(step);
   if (kind >= 0) {
+    range.next("draft");
     drafters_[at(kind)]->propose(step, choice, rejection ? draft_probabilities_ : nullptr, s);
     if (forced_.length) force(step, tables_, forced_, s);
     trace_.mark("draft: propose");
   }
+  range.next("verify");
   target_->forward(step, in_place, s);
+  range.next("accept");
   beside_.fork();
   for (const auto& d : drafters_)
     if (d) d->project(step, target_->features(), beside_.stream());
@@ -399,6 +408,7 @@ void Run::enqueue(int batch, int kind) {
   trace_.mark("accept: verify");
   emit(step, tables_, config_.eos, emitted_, target_->swaps(), s);
   trace_.mark("step: emit");
+  range.next("commit");
   beside_.fork();
   for (const auto& d : drafters_)
     if (d) d->materialize(step, beside_.stream());
