@@ -3,7 +3,7 @@
 and which rows were measured from older sources than those at hand.
 
 A table stands between two markers and names the results file and a family (or one operation of it), the file's ceilings, `sglang` (where sglang is faster),
-or `glance` (the calls that a deployment is sized by, below):
+`glance` (the calls that a deployment is sized by, below) or `shares` (of what a whole step is made, and the memory of its state):
     <!-- bench cpu matmul/product -->
     <!-- /bench -->
 Keys that are the same in all cases stand in the line above the table, those that few cases have in the column "with". A dagger stands behind the time of a row whose sources have changed
@@ -185,7 +185,23 @@ def glance_table(recorded):
     return f"{recorded['device']}, {recorded['date']}; microseconds.\n\n" + "\n".join(tables)
 
 
-SPECIAL = {"ceilings": ceilings_table, "glance": glance_table, "sglang": sglang_table}
+PARTS = {"swap_and_follow": "swaps and followers", "kda_verify": "KDA verify", "kda_commit": "KDA commit", "draft_kv": "draft KV", "windows": "windows", "accept": "acceptance"}
+
+
+def shares_table(recorded):
+    """A row a size of step and a side: its time, the time of each kind of operation alone in hundredths of that, and the bytes of its state."""
+    steps = {tuple(r["case"].split("/")[1:]): r for r in recorded["results"] if r["case"].startswith("step/")}
+    rows = []
+    for shape in sorted({shape for _, shape in steps}, key=lambda shape: int(shape.rpartition("=")[2])):
+        whole = steps["all", shape]
+        theirs = next((name for name in whole["peers"] if name.startswith("sglang")), None)
+        for side, us, state in [("ours", lambda r: r["ours_us"], whole.get("state_bytes"))] + [(theirs, lambda r: r["peers"].get(theirs), whole.get("peer_state_bytes"))] * bool(theirs):
+            share = [f"{100 * us(r) / us(whole):.0f} %" if (r := steps.get((part, shape))) and us(r) else "" for part in PARTS]
+            rows.append([shape.replace("=", " ").replace(",", ", "), side, number(us(whole)), *share, f"{state / 1e6:,.0f}".replace(",", " ") if state else ""])
+    return f"{recorded['device']}, {recorded['date']}.\n\n" + table(["", "", "a step, µs", *PARTS.values(), "state on the GPU, MB"], rows)
+
+
+SPECIAL = {"ceilings": ceilings_table, "glance": glance_table, "sglang": sglang_table, "shares": shares_table}
 
 
 def render(page, root=None):

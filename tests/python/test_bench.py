@@ -143,6 +143,23 @@ def test_every_call_at_a_glance_was_measured():
     assert bench_tables.number(case["ours_us"]) + f" ({case['peers']['sglang 0.5.23'] / case['ours_beside_peers_us']:.2f}x" in said
 
 
+def test_what_a_step_is_made_of():
+    result = lambda part, n, us, peers, **more: {"case": f"step/{part}/context=64,requests={n}", "ours_us": us, "peers": peers, **more}  # noqa: E731
+    recorded = {"device": "D", "date": "2026-01-02", "results": [
+        result("all", 16, 8.0, {}, state_bytes=3e6),
+        result("all", 2, 100.0, {"sglang 1": 400.0}, state_bytes=1.2e9, peer_state_bytes=2e9),
+        result("kda_verify", 2, 40.0, {"sglang 1": 300.0}),
+        result("windows", 2, 5.0, {}),
+    ]}  # fmt: skip
+    first, *rows = bench_tables.shares_table(recorded).splitlines()[2:]
+    assert first.split(" | ")[2:] == ["a step, µs", "swaps and followers", "KDA verify", "KDA commit", "draft KV", "windows", "acceptance", "state on the GPU, MB |"]
+    assert rows[1:] == [
+        "| context 64, requests 2 | ours | 100.0 |  | 40 % |  |  | 5 % |  | 1 200 |",
+        "| context 64, requests 2 | sglang 1 | 400.0 |  | 75 % |  |  |  |  | 2 000 |",
+        "| context 64, requests 16 | ours | 8.00 |  |  |  |  |  |  | 3 |",
+    ]
+
+
 def test_where_sglang_is_faster(tmp_path):
     result = lambda case, us, peers, **more: {"case": case, "ours_us": us, "floor_us": 0, "floor": "", "peers": peers, "date": "2026-01-02", **more}  # noqa: E731
     recorded = {"device": "D", "date": "2026-01-02", "results": [
