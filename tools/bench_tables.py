@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Writes the tables of docs/performance.md and docs/compatibility.md from bench/results/*.json; `--check` only says whether the pages are up to date,
+"""Writes the tables of docs/performance.md, docs/compatibility.md and docs/decisions from bench/results/*.json; `--check` only says whether the pages are up to date,
 and which rows were measured from older sources than those at hand.
 
 A table stands between two markers and names the results file and a family (or one operation of it), the file's ceilings, `sglang` (where sglang is faster),
-`glance` (the calls that a deployment is sized by, below) or `shares` (of what a whole step is made, and the memory of its state):
+`glance` (the calls that a deployment is sized by, below), `shares` (of what a whole step is made, and the memory of its state) or `targets` (met and missed):
     <!-- bench cpu matmul/product -->
     <!-- /bench -->
+With two keys it has the values of one down and those of the other across, of the cases that have the values behind them:
+    <!-- bench h200 draft_kv/materialize hidden tokens committed=1 -->
 Keys that are the same in all cases stand in the line above the table, those that few cases have in the column "with". A dagger stands behind the time of a row whose sources have changed
 since (its `source_digest` is not today's), and behind the date where that is so of all rows. Daggers are as of the day that the page was written; `--check` looks afresh.
 """
@@ -20,7 +22,7 @@ import sys
 import source_digest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-BLOCK = re.compile(r"(<!-- bench (\w+) ([\w/]+) -->\n)(.*?)(<!-- /bench -->)", re.S)
+BLOCK = re.compile(r"(<!-- bench (\w+) ([\w/]+)((?: [\w=.]+)*) -->\n)(.*?)(<!-- /bench -->)", re.S)
 
 
 def number(us):
@@ -51,6 +53,11 @@ def age_line(path):
     by_family = collections.Counter(case.split("/")[0] for case in old)
     return (f"bench: {path.stem}: {len(old)} of {len(rows)} recorded rows are of OLDER sources than these: "
             + ", ".join(f"{f} {n} of {families[f]}" for f, n in sorted(by_family.items())))
+
+
+def keys_of(r):
+    """operation and the rest of a case's name."""
+    return {"operation": r["case"].split("/")[1], **dict(pair.split("=", 1) for pair in r["case"].rsplit("/", 1)[1].split(","))}
 
 
 def sort_key(keys):
@@ -84,17 +91,17 @@ def results_table(recorded, prefix, aged=frozenset()):
     results = [r for r in recorded["results"] if r["case"].startswith(prefix + "/")]
     if not results:
         return "Not measured yet.\n"
-    keys_of = [{"operation": r["case"].split("/")[1], **dict(pair.split("=", 1) for pair in r["case"].rsplit("/", 1)[1].split(","))} for r in results]
-    names = sorted({k for keys in keys_of for k in keys}, key=lambda name: (name != "operation", name))
-    varied = [n for n in names if len({keys.get(n) for keys in keys_of}) > 1]
-    same = [f"{n} {keys_of[0][n]}" for n in names if n not in varied and n != "operation"]
-    if rare := [n for n in varied if sum(n in keys for keys in keys_of) < len(keys_of) / 4]:
+    every = [keys_of(r) for r in results]
+    names = sorted({k for keys in every for k in keys}, key=lambda name: (name != "operation", name))
+    varied = [n for n in names if len({keys.get(n) for keys in every}) > 1]
+    same = [f"{n} {every[0][n]}" for n in names if n not in varied and n != "operation"]
+    if rare := [n for n in varied if sum(n in keys for keys in every) < len(every) / 4]:
         varied = [n for n in varied if n not in rare] + ["with"]
-        for keys in keys_of:
+        for keys in every:
             keys["with"] = ", ".join(f"{n} {keys[n]}" for n in rare if n in keys)
     peers = sorted({p for r in results for p in r["peers"]})
     all_aged = all(r["case"] in aged for r in results)
-    cases = sorted(zip(keys_of, results), key=lambda pair: sort_key([pair[0].get(n, "") for n in varied]))
+    cases = sorted(zip(every, results), key=lambda pair: sort_key([pair[0].get(n, "") for n in varied]))
     cases, said = thinned(cases, varied)
     time = lambda r: number(r["ours_us"]) + (OLDER if r["case"] in aged and not all_aged else "")  # noqa: E731
     caption = f"{recorded['device']}, {', '.join(sorted({r['date'] for r in results}))}{OLDER if all_aged else ''}; microseconds" + "".join(f"; {s}" for s in same + said) + ".\n\n"
@@ -113,6 +120,23 @@ def results_table(recorded, prefix, aged=frozenset()):
         row += [f"{number(r['peers'][p])} ({r['peers'][p] / ours_beside(r, p):.2f}x){BEFORE if p in r.get('peers_before', []) else ''}" if p in r["peers"] else "" for p in peers]
         rows.append(row)
     return caption + table([*varied, "ours", "floor", "floor / ours", *(f"{p} (x ours)" for p in peers)], rows) + grid
+
+
+def grid_table(recorded, prefix, down, across, *given):
+    """Ours, the floor and each peer in lines of their own."""
+    given = dict(pair.split("=") for pair in given)
+    cells, columns = {}, set()
+    for r in recorded["results"]:
+        keys = keys_of(r)
+        if not r["case"].startswith(prefix + "/") or {**keys, **given} != keys:
+            continue
+        columns.add(keys[across])
+        for what, us in [("ours", r["ours_us"]), ("floor", r["floor_us"]), *r["peers"].items()]:
+            if us:
+                cells.setdefault((keys[down], what), {})[keys[across]] = number(us)
+    columns = sorted(columns, key=lambda value: sort_key([value]))
+    lines = sorted(cells, key=lambda line: (sort_key([line[0]]), {"ours": 0, "floor": 1}.get(line[1], 2), line[1]))
+    return f"{recorded['device']}, {recorded['date']}; microseconds.\n\n" + table([down, f"{across}:", *columns], [[*line, *(cells[line].get(c, "") for c in columns)] for line in lines])
 
 
 def ceilings_table(recorded):
@@ -201,7 +225,79 @@ def shares_table(recorded):
     return f"{recorded['device']}, {recorded['date']}.\n\n" + table(["", "", "a step, µs", *PARTS.values(), "state on the GPU, MB"], rows)
 
 
-SPECIAL = {"ceilings": ceilings_table, "glance": glance_table, "sglang": sglang_table, "shares": shares_table}
+def of_floor(r):
+    return r["ours_us"] / r["floor_us"]
+
+
+def of_peer(word):
+    return lambda r: r["ours_us"] / min(us for name, us in r["peers"].items() if word in name)
+
+
+def heads_from_384(keys):
+    return int(keys["heads"]) * int(keys["requests"]) >= 384  # 32 requests of 12
+
+
+def swaps(operation, misses, requests):
+    return f"hisparse/{operation}/bytes=576,(context=16384,)?{'followers=3,' if 'followers' in operation else ''}hot=4096,misses={misses},requests=({requests}),steps=4,top_k=2048"
+
+
+TARGETS = [  # of what; at most (at least, where it begins with >); what counts: microseconds, or a ratio; of which cases (and of their keys)
+    ("HiSparse swap, 782 misses, 1 request: µs", "16", None, swaps("swap", 782, "1"), None),
+    ("the same from 8 requests on: of the bare gather", "1.08", of_floor, swaps("swap", 782, "8|16|32|64|128|256"), None),
+    ("HiSparse swap, no miss, up to 16 requests: µs", "6.5", None, swaps("swap", 0, "1|8|16"), None),
+    ("the same of 64 requests: µs", "9", None, swaps("swap", 0, "64"), None),
+    ("HiSparse layer and three followers, 1 request: of the bare gather", "1.2", of_floor, swaps("swap_and_followers", 782, "1"), None),
+    ("the same from 8 requests on: of the bare gather", "1.1", of_floor, swaps("swap_and_followers", 782, "8|16|32|64|128"), None),
+    ("KDA ring verify, 1 request of 12 heads, 8 tokens: µs", "6", None, "kda/verify_ring/heads=12,requests=1,tokens=8", None),
+    ("KDA ring verify from 384 heads on: of the rate of a plain read and write", ">0.85", lambda r: 1 / of_floor(r), "kda/verify_ring/.*", heads_from_384),
+    ("KDA snapshot verify: of the rate of a plain write", ">0.9", lambda r: 1 / of_floor(r), "kda/verify_snapshot/.*", None),
+    ("KDA fold: of the rate of a plain read and write", ">0.9", lambda r: 1 / of_floor(r), "kda/fold/.*", None),
+    ("draft KV up to 64 tokens: of the floor", "1.15", of_floor, "draft_kv/materialize/.*", lambda keys: int(keys["tokens"]) <= 64),
+    ("draft KV from 256 tokens on: of cuBLASLt's bare product", "1.1", of_peer("cuBLASLt"), "draft_kv/materialize/.*", lambda keys: int(keys["tokens"]) >= 256),
+    ("the step, 1 and 8 requests: of sglang's", "0.5", of_peer("sglang"), "step/all/.*", lambda keys: keys["requests"] in ("1", "8")),
+    ("its KDA, 32 and 64 requests: of sglang's", "0.5", of_peer("sglang"), "step/kda_verify_and_commit/.*", lambda keys: keys["requests"] in ("32", "64")),
+    ("its draft KV, 32 and 64 requests: of sglang's", "0.5", of_peer("sglang"), "step/draft_kv/.*", lambda keys: keys["requests"] in ("32", "64")),
+    ("its swaps, 32 and 64 requests: of the bare gathers", "1.08", of_floor, "step/swap/.*", lambda keys: keys["requests"] in ("32", "64")),
+]  # fmt: skip
+
+
+def telling(cells):
+    """Of the keys that vary those that no other one says already."""
+    kept = [n for n in cells[0] if len({keys.get(n) for keys in cells}) > 1]
+    for n in list(kept):
+        if any(len({(keys.get(m), keys.get(n)) for keys in cells}) == len({keys.get(m) for keys in cells}) for m in kept if m != n):
+            kept.remove(n)
+    return kept
+
+
+def targets_table(recorded):
+    """A row a target: how many cells it is met in, and what the worst of the others have."""
+    results = {r["case"]: r for r in recorded["results"]}
+    for case, verify in list(results.items()):  # one number of two
+        if commit := case.startswith("step/kda_verify/") and results.get(case.replace("verify", "commit")):
+            sums = {p: us + commit["peers"][p] for p, us in verify["peers"].items() if p in commit["peers"]}
+            results[case.replace("verify", "verify_and_commit")] = {"ours_us": verify["ours_us"] + commit["ours_us"], "floor_us": 0, "peers": sums}
+    rows = []
+    for what, limit, measure, pattern, wanted in TARGETS:
+        cells = []
+        for case, r in results.items():
+            keys = keys_of({"case": case})
+            if re.fullmatch(pattern, case) and (not wanted or wanted(keys)) and (measure is None or r["floor_us"] or r["peers"]):
+                cells.append((r["ours_us"] if measure is None else measure(r), keys))
+        if not cells:
+            continue
+        bound, least = float(limit.lstrip(">")), limit.startswith(">")
+        said = number if measure is None else "{:.3f}".format
+        missed = sorted(((value, keys) for value, keys in cells if (value < bound if least else value > bound)), key=lambda cell: cell[0], reverse=not least)
+        varied = telling([keys for _, keys in cells])
+        texts = [said(value) + (f" ({', '.join(f'{n} {keys[n]}' for n in varied if n in keys)})" if varied else "") for value, keys in missed]
+        if len(texts) > 5:
+            texts = [*texts[:3], f"{len(texts) - 4} more", f"by least {texts[-1]}"]
+        rows.append([what, ("≥ " if least else "≤ ") + limit.lstrip(">"), f"{len(cells) - len(missed)} of {len(cells)}", "; ".join(texts)])
+    return f"{recorded['device']}, {recorded['date']}.\n\n" + table(["target", "", "met in", "missed in"], rows)
+
+
+SPECIAL = {"targets": targets_table, "ceilings": ceilings_table, "glance": glance_table, "sglang": sglang_table, "shares": shares_table}
 
 
 def render(page, root=None):
@@ -210,12 +306,15 @@ def render(page, root=None):
     def fill(match):
         path = root / "bench" / "results" / f"{match[2]}.json"
         if not path.is_file():
-            return f"{match[1]}Not measured yet.\n{match[5]}"
+            return f"{match[1]}Not measured yet.\n{match[6]}"
         recorded = json.loads(path.read_text())
         if match[2] not in aged:
             aged[match[2]] = older(recorded)
-        content = SPECIAL[match[3]](recorded) if match[3] in SPECIAL else results_table(recorded, match[3], aged[match[2]])
-        return f"{match[1]}{content}{match[5]}"
+        if match[4]:
+            content = grid_table(recorded, match[3], *match[4].split())
+        else:
+            content = SPECIAL[match[3]](recorded) if match[3] in SPECIAL else results_table(recorded, match[3], aged[match[2]])
+        return f"{match[1]}{content}{match[6]}"
 
     return BLOCK.sub(fill, page)
 
@@ -229,7 +328,7 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="exit 1 if the page differs from the recorded results")
     options = parser.parse_args(arguments)
-    pages = {page: page.read_text() for page in (ROOT / "docs" / "performance.md", ROOT / "docs" / "compatibility.md")}
+    pages = {page: page.read_text() for page in (ROOT / "docs" / "performance.md", ROOT / "docs" / "compatibility.md", *sorted((ROOT / "docs").glob("decisions/*.md")))}
     rendered = {page: render(text) for page, text in pages.items()}
     if options.check:
         for path in sorted((ROOT / "bench" / "results").glob("*.json")):
@@ -240,7 +339,8 @@ def main(arguments=None):
             print(f"{page.relative_to(ROOT)} differs from bench/results; run tools/bench_tables.py", file=sys.stderr)
         return 1 if stale else 0
     for page, text in rendered.items():
-        page.write_text(text)
+        if text != pages[page]:
+            page.write_text(text)
     return 0
 
 

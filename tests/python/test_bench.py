@@ -160,6 +160,37 @@ def test_what_a_step_is_made_of():
     ]
 
 
+def test_targets_met_and_missed():
+    result = lambda case, us, floor, **peers: {"case": case, "ours_us": us, "floor_us": floor, "peers": peers}  # noqa: E731
+    swap = "bytes=576,hot=4096,misses=782,requests={},steps=4,top_k=2048"
+    recorded = {"device": "D", "date": "2026-01-02", "results": [
+        result("hisparse/swap/" + swap.format(1), 16.04, 12.0), result("hisparse/swap/" + swap.format(8), 108.0, 100.0), result("hisparse/swap/" + swap.format(64), 109.0, 100.0),
+        result("kda/fold/accepted=1,heads=2", 10.0, 9.1), result("kda/fold/accepted=1,heads=3", 10.0, 8.9),
+        result("draft_kv/materialize/hidden=1,layers=7,tokens=255", 9.0, 1.0), *(result(f"draft_kv/materialize/hidden={n},layers={n + n % 2},tokens=256", 11.0 + n, 1.0, **{"cuBLASLt, x": 10.0}) for n in range(8)),
+        result("step/kda_verify/requests=32", 3.0, 0, sglang=8.0), result("step/kda_commit/requests=32", 2.0, 0, sglang=2.0)]}  # fmt: skip
+    rows = {cells[1]: cells[2:5] for line in bench_tables.targets_table(recorded).splitlines()[4:] for cells in [[cell.strip() for cell in line.split("|")]]}
+    assert rows == {
+        "HiSparse swap, 782 misses, 1 request: µs": ["≤ 16", "0 of 1", "16.0"],
+        "the same from 8 requests on: of the bare gather": ["≤ 1.08", "1 of 2", "1.090 (requests 64)"],
+        "KDA fold: of the rate of a plain read and write": ["≥ 0.9", "1 of 2", "0.890 (heads 3)"],
+        "draft KV from 256 tokens on: of cuBLASLt's bare product": ["≤ 1.1", "1 of 8", "1.800 (hidden 7); 1.700 (hidden 6); 1.600 (hidden 5); 3 more; by least 1.200 (hidden 1)"],
+        "its KDA, 32 and 64 requests: of sglang's": ["≤ 0.5", "1 of 1", ""],
+    }
+    measured = bench_tables.targets_table(json.loads((ROOT / "bench" / "results" / "h200.json").read_text()))
+    assert all(f"| {what} |" in measured for what, *_ in bench_tables.TARGETS), "a target whose cases nobody measures"
+
+
+def test_two_keys_make_a_grid(tmp_path):
+    results = [{"case": f"a/b/m={m},n={n},x=1", "ours_us": 1.0 * m * n, "floor_us": m == 9, "peers": {"P": 3.0} if n == 10 else {}, "source_digest": "", "date": "2026-01-02"} for m in (10, 9) for n in (2, 10)]
+    (tmp_path / "bench" / "results").mkdir(parents=True)
+    (tmp_path / "bench" / "results" / "cpu.json").write_text(json.dumps({"device": "D", "date": "2026-01-02", "results": [*results, {**results[0], "case": "matmul/b/m=10,n=2,x=2"}]}))
+    page = bench_tables.render("<!-- bench cpu a/b m n x=1 -->\nold\n<!-- /bench -->", tmp_path)
+    assert page == (
+        "<!-- bench cpu a/b m n x=1 -->\nD, 2026-01-02; microseconds.\n\n| m | n: | 2 | 10 |\n| --- | --- | --- | --- |\n"
+        "| 9 | ours | 18.0 | 90.0 |\n| 9 | floor | 1.00 | 1.00 |\n| 9 | P |  | 3.00 |\n| 10 | ours | 20.0 | 100.0 |\n| 10 | P |  | 3.00 |\n<!-- /bench -->"
+    )
+
+
 def test_where_sglang_is_faster(tmp_path):
     result = lambda case, us, peers, **more: {"case": case, "ours_us": us, "floor_us": 0, "floor": "", "peers": peers, "date": "2026-01-02", **more}  # noqa: E731
     recorded = {"device": "D", "date": "2026-01-02", "results": [
