@@ -1,10 +1,14 @@
 #!/usr/bin/env python3
 """Hit rates of the HiSparse replacement policy beside exact LRU and Belady's optimum, on synthetic traces and on recorded ones.
 
-    tools/hisparse_policies.py [--trace NAME=FILE.npz ...] [--json FILE]
+    tools/hisparse_policies.py [--trace NAME=LOG ...] [--hot N,N,..] [--json FILE]
 
-A trace is a list of calls; a call is the tokens that its steps select, in the order (step, k). A FILE.npz holds `tokens` (all calls one after
-another), `lengths` and `trace` (of the calls: their number of tokens, and which of several traces they belong to), and `hot` (buffers to try). Counted are distinct tokens of a call: hits / (hits + misses).
+A trace is a list of calls; a call is the tokens that its steps select, in the order (step, k). A LOG is what the CPU engine leaves at the level debug, a trace a
+layer and slot:
+
+    SPECSTATE_LOG_LEVEL=debug SPECSTATE_LOG_DEST=LOG specstate generate --mode dflash ...
+
+Counted are distinct tokens of a call: hits / (hits + misses).
 The first two keep what the call itself wants (its rows must be valid at once). Policies:
 
   calls    ours: last call of use; a row loaded by a call is older than one it hit; ties by slot (src/hisparse/SEMANTICS.md)
@@ -15,6 +19,7 @@ The first two keep what the call itself wants (its rows must be valid at once). 
 import argparse
 import json
 import pathlib
+import re
 import sys
 
 try:
@@ -133,9 +138,18 @@ def synthetic(kind, calls=160, steps=4, top_k=512, context=32768, seed=1):
     return trace
 
 
+def recorded(log):
+    """The traces of a log."""
+    traces = {}
+    for layer, slot, tokens in re.findall(r"debug: layer (\d+) of slot (\d+) selects((?: \d+)+)$", log, re.M):
+        traces.setdefault((int(layer), int(slot)), []).append(np.array(tokens.split(), np.int64))
+    return [traces[key] for key in sorted(traces)]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", action="append", default=[], metavar="NAME=FILE.npz")
+    parser.add_argument("--trace", action="append", default=[], metavar="NAME=LOG")
+    parser.add_argument("--hot", default="96,192,384", help="slots to try with these traces")
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
     if np is None:
@@ -147,10 +161,10 @@ def main():
             print(results[-1])
     for given in options.trace:
         name, _, file = given.partition("=")
-        data = np.load(file)
-        calls = np.split(data["tokens"].astype(np.int64), np.cumsum(data["lengths"])[:-1])
-        traces = [[c for c, i in zip(calls, data["trace"]) if i == trace] for trace in np.unique(data["trace"])]
-        for hot in data["hot"].tolist():
+        traces = recorded(pathlib.Path(file).read_text())
+        if not traces:
+            raise SystemExit(f"hisparse_policies: {file} has no line of a layer's selection")
+        for hot in map(int, options.hot.split(",")):
             results.append({"trace": name, "hot": hot, **rates(traces, hot)})
             print(results[-1])
     if options.json:

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "core/env.hpp"
 #include "specstate/error.hpp"
 
 namespace specstate::runtime {
@@ -92,6 +93,17 @@ hisparse::SwapInParams SparseKv::params(Selection& s) {
   return p;
 }
 
+/// A line a request, which tools/hisparse_policies.py reads.
+void SparseKv::log_selection(int l, const Selection& s) const {
+  const std::size_t each = at(steps_ * top_k_);
+  for (std::size_t b = 0; b < ids_.size(); ++b) {
+    std::string line = "layer " + std::to_string(l) + " of slot " + std::to_string(ids_[b]) + " selects";
+    for (std::size_t i = b * each; i < (b + 1) * each; ++i)
+      if (s.tokens[i] >= 0) line += " " + std::to_string(s.tokens[i]);
+    core::log(3, line);
+  }
+}
+
 void SparseKv::plan(int l, const std::int32_t* selected, const std::int32_t* counts) {
   Selection& s = selections_[group(l)];
   const std::int64_t cells = static_cast<std::int64_t>(ids_.size()) * steps_;
@@ -103,6 +115,7 @@ void SparseKv::plan(int l, const std::int32_t* selected, const std::int32_t* cou
     s.seq_lens[at(place_[row])] = ends_[row];
     std::copy_n(selected + row * at(top_k_), counts[row], s.tokens.data() + place_[row] * top_k_);
   }
+  if (core::env().log_level >= 3) log_selection(l, s);
   const TensorView round_of(s.round_of.data(), DType::kInt32, {static_cast<std::int64_t>(ids_.size()), steps_});
   s.rounds = coordinator_->plan_rounds(static_cast<std::int64_t>(sparse(l)), params(s), round_of);
 }

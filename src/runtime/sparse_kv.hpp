@@ -70,6 +70,7 @@ class SparseKv {
   std::size_t sparse(int l) const { return sparse_of_[static_cast<std::size_t>(l)]; }
   std::size_t group(int l) const { return sparse(anchor_of_[static_cast<std::size_t>(l)]); }
   hisparse::SwapInParams params(Selection& s);
+  void log_selection(int l, const Selection& s) const;
 
   int top_k_, row_;
   std::vector<int> anchor_of_;          // [model layers]

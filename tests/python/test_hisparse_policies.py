@@ -2,7 +2,9 @@
 
 import importlib.util
 import json
+import os
 import pathlib
+import subprocess
 
 import numpy as np
 import pytest
@@ -26,6 +28,19 @@ def test_the_record_has_both_kinds_of_traces_and_ours_is_never_below_lru():
 def test_a_recorded_rate_comes_out_again():
     row = next(r for r in RECORDED if r["trace"] == "synthetic, scan" and r["hot"] == 1024)
     assert policies.rates([policies.synthetic("scan")], 1024) == {name: row[name] for name in ("calls", "lru", "belady")}
+
+
+def test_a_rate_of_the_embedded_model_comes_out_again(tmp_path):
+    """The 11 held-out prompts of more than a thousand characters (another processor may round, and so choose, a little differently)."""
+    prompts = [p for p in sorted((ROOT / "models" / "specstate-bytes" / "prompts").glob("*.txt")) if p.stat().st_size > 1000]
+    command = [ROOT / "build" / "release" / "specstate", "generate", "--mode", "dflash", "--max-new-tokens", "400", *(x for p in prompts for x in ("--prompt-file", p))]
+    log = tmp_path / "log"
+    subprocess.run(command, env=dict(os.environ, SPECSTATE_LOG_LEVEL="debug", SPECSTATE_LOG_DEST=str(log)), check=True, capture_output=True)
+    traces = policies.recorded(log.read_text())
+    assert len(prompts) == 11 and len(traces) % 11 == 0 and all(64 <= len(call) <= 8 * 64 for trace in traces for call in trace)
+    row = next(r for r in RECORDED if r["trace"] == "embedded model, dflash, 11 held-out prompts" and r["hot"] == 384)
+    for name, rate in policies.rates(traces, 384).items():
+        assert abs(rate - row[name]) < 0.02, name
 
 
 @pytest.mark.parametrize("kind", ["drift", "drift fast", "scan", "uniform"])
