@@ -1,5 +1,5 @@
 #pragma once
-// One run of decoding: the prompts of a batch from prefill to the last token, plainly or speculatively (section 3 of the speculative loop).
+// One run of decoding: the prompts of a batch from prefill to the last token, plainly or speculatively.
 #include <functional>
 #include <memory>
 #include <optional>

@@ -118,7 +118,7 @@ def test_spec_sequences_against_the_oracle():
                 seen["overflow"] += unique > scratch
                 seen["unserved"] += unique > scratch + w.hot - hits
                 seen["tail"] += tails > 0
-                if plan:  # interface.md: only served misses are counted, so a replay never reads garbage
+                if plan:  # only served misses are counted, so a replay never reads garbage
                     n = int(c.miss_count[b])
                     assert n == min(unique, w.hot - hits + scratch)
                     assert (c.miss_dst[b, :n] >= 0).all()
