@@ -41,6 +41,7 @@ struct Values {
 struct Indices {
   const void* data;
   bool wide;                  // int64
+  bool windows;               // [b, W] whose windows do not follow each other at one stride: they may also lie in one place (outer 0)
   std::int64_t outer, inner;  // element strides of [b, W]; of [T] the inner one
 };
 

@@ -24,7 +24,7 @@ __device__ __forceinline__ std::int64_t window_of(std::int64_t i, std::int64_t w
 }
 __device__ __forceinline__ std::int64_t index_at(const Indices& x, std::int64_t i, std::int64_t width) {
   std::int64_t at = i * x.inner;
-  if (x.outer) {
+  if (x.windows) {
     const std::int64_t window = window_of(i, width);
     at = window * x.outer + (i - window * width) * x.inner;
   }

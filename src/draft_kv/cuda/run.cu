@@ -66,7 +66,9 @@ bool aligned(const void* p, std::int64_t bytes) { return reinterpret_cast<std::u
 
 /// May the tensor cores multiply these? Rows of 16-byte pieces, whole stages in every slice, weight rows in runs of 32 and whole tiles.
 bool rows_fit(const TensorView& x, DType io) {
-  return x.dtype == io && x.strides[1] == 1 && x.strides[0] % 8 == 0 && x.strides[0] <= INT32_MAX &&
+  // Pieces of a launch's rows are counted in 32 bits.
+  const std::int64_t rows = std::min<std::int64_t>(x.sizes[0], kListRows);
+  return x.dtype == io && x.strides[1] == 1 && x.strides[0] % 8 == 0 && x.strides[0] / 8 <= std::int64_t{UINT32_MAX} / rows &&
          (x.sizes[0] == 1 || x.strides[0] >= x.sizes[1]) && aligned(x.data, 16);
 }
 bool weights_fit(const TensorView& w, DType io) {
@@ -100,7 +102,13 @@ bool wide_pools(const std::vector<LayerPool>& pools, DType dtype) {
 
 Indices indices(const TensorView& t) {
   if (!t.given()) return {};
-  return {t.data, t.dtype == DType::kInt64, t.ndim == 2 ? t.strides[0] : 0, t.strides[t.ndim - 1]};
+  const bool wide = t.dtype == DType::kInt64;
+  if (t.ndim < 2) return {t.data, wide, false, 0, t.strides[0]};
+  // Windows back to back are one dimension: no row then divides by the width to find its place. The stride of a dimension of one entry has no say.
+  const std::int64_t windows = t.sizes[0], width = t.sizes[1], outer = t.strides[0], inner = t.strides[1];
+  if (windows == 1 || outer == width * inner) return {t.data, wide, false, 0, inner};
+  if (width == 1) return {t.data, wide, false, 0, outer};
+  return {t.data, wide, true, outer, inner};
 }
 
 /// Elements of a tensor of one dimension (or of none), or of the last one of two.

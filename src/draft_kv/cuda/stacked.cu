@@ -249,7 +249,7 @@ void launch_pieces(const FusedNormRopeStackedArgs& a, Stream stream) {
   s.norm_pieces = norm.dtype == a.kv.dtype && aligned(norm, 1);
   s.eps = {nr.eps.data, nr.eps.dtype, nr.eps.strides[0]};
   s.table = nr.cos_sin_cache.as<float>(), s.table_row = nr.cos_sin_cache.strides[0], s.table_rows = nr.cos_sin_cache.sizes[0];
-  s.positions = {a.positions.data, a.positions.dtype == DType::kInt64, 0, a.positions.strides[0]};
+  s.positions = {a.positions.data, a.positions.dtype == DType::kInt64, false, 0, a.positions.strides[0]};
   s.layers = static_cast<std::uint32_t>(a.layers), s.heads = static_cast<std::uint32_t>(a.heads);
   s.dim = static_cast<int>(nr.head_dim), s.rotary = static_cast<int>(nr.rotary_dim), s.flag = device_flags();
   while ((1 << s.lanes_log2) < s.dim / 16) ++s.lanes_log2;
@@ -281,7 +281,7 @@ void run(const FusedNormRopeStackedArgs& a, Stream stream) {
                      a.k_out,
                      a.v_out,
                      any_norm_rope(a.norm_rope),
-                     {a.positions.data, a.positions.dtype == DType::kInt64, 0, a.positions.strides[0]},
+                     {a.positions.data, a.positions.dtype == DType::kInt64, false, 0, a.positions.strides[0]},
                      a.norm_rope.cos_sin_cache.sizes[0],
                      a.tokens * a.layers * a.heads,
                      static_cast<int>(a.layers),
