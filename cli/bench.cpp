@@ -82,6 +82,29 @@ fs::path checkout() {
   }
 }
 
+/// A result goes only to a checkout of the sources that this executable was built from: by its own digests of the families to be measured.
+template <class Families>
+void check_sources(const fs::path& root, const Json& built, const BenchOptions& options, const Families& families) {
+  std::string script = (root / "tools" / "source_digest.py").string(), quoted;
+  for (const char c : script) quoted += c == '\'' ? "'\\''" : std::string(1, c);
+  std::string text;
+  if (std::FILE* out = ::popen(("python3 '" + quoted + "' --all 2>/dev/null").c_str(), "r")) {
+    char piece[512];
+    while (const std::size_t n = std::fread(piece, 1, sizeof piece, out)) text.append(piece, n);
+    ::pclose(out);
+  }
+  const Json there = Json::parse(text, nullptr, false);
+  if (!there.is_object())
+    throw Error(ErrorKind::kRuntime, fmt::format("--record: expected digests of the checkout's sources, got none from {} --all.", script));
+  for (const auto& [name, run] : families) {
+    if (options.family != "all" && options.family != name) continue;
+    const std::string mine = built.value(name, "none"), theirs = there.value(name, "none");
+    if (mine != theirs)
+      throw Error(ErrorKind::kRuntime, fmt::format("--record: expected a checkout of this executable's sources ({} {}), got {} with {}.",
+                                                   name, mine, root.string(), theirs));
+  }
+}
+
 /// "NVIDIA H200" -> "h200.json"
 std::string file_of(const std::string& gpu) {
   std::string name;
@@ -127,6 +150,7 @@ int run_bench(const BenchOptions& options) {
   const Json digest = digests();
   if (options.record && !digest.is_object())
     throw Error(ErrorKind::kRuntime, "--record: source_digests.json is not beside this executable; build with python3 at hand.");
+  if (root) check_sources(*root, digest, options, families);
 
   std::FILE* table = options.json == "-" ? stderr : stdout;
   Json report;

@@ -88,6 +88,20 @@ def test_recording_needs_a_checkout(tmp_path):
     assert done.returncode == 1 and "checkout" in done.stderr and not list(tmp_path.iterdir())
 
 
+def test_recording_needs_a_checkout_of_these_sources(tmp_path):
+    built = json.loads((COMMAND.parent / "source_digests.json").read_text())
+    script = tmp_path / "tools" / "source_digest.py"
+    script.parent.mkdir()
+    for digests, got in (("", "none from"), (json.dumps(dict(built, matmul="0" * 16)), "with 0000000000000000.")):
+        script.write_text(f"print({digests!r})")
+        done = bench("matmul", "--record", "--seconds", "0.001", cwd=tmp_path)
+        assert done.returncode == 1 and "--record: expected" in done.stderr and got in done.stderr and str(tmp_path) in done.stderr
+        assert not done.stdout and not (tmp_path / "bench").exists()
+    script.write_text(f"print({json.dumps(dict(built, kda='0' * 16))!r})")  # another family's sources have no say
+    done = bench("matmul", "--record", "--seconds", "0.001", cwd=tmp_path)
+    assert done.returncode == 0 or "--record: expected" not in done.stderr, done.stderr
+
+
 def test_recorded_results_have_the_schema_and_the_page_is_made_of_them():
     files = list((ROOT / "bench" / "results").glob("*.json"))
     assert files
