@@ -59,13 +59,15 @@ bool load_all(void* l, Driver& d) {
 /// Best of several copies of 256 MiB between pinned memory and the device.
 void measure_link(const Driver& d, Device device, GpuReport& gpu) {
   Handle context = nullptr;
-  if (d.retain(&context, device) != 0 || d.current(context) != 0) {
+  if (d.retain(&context, device) != 0) {
     gpu.problem = "no context on this device";
     return;
   }
   void* host = nullptr;
   Address memory = 0;
-  if (d.host_alloc(&host, kProbeBytes, 0) != 0)
+  if (d.current(context) != 0)
+    gpu.problem = "the context of this device cannot be made current";
+  else if (d.host_alloc(&host, kProbeBytes, 0) != 0)
     gpu.problem = "256 MiB of pinned memory could not be had";
   else if (d.alloc(&memory, kProbeBytes) != 0)
     gpu.problem = "256 MiB of device memory could not be had";
