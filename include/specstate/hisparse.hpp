@@ -162,7 +162,7 @@ struct SpecSwapParams {
 SPECSTATE_API void swap_in_spec(const SpecSwapParams& params, Stream stream = {});
 
 /// Replays rows 0..num_real_reqs-1 of a recorded plan on one or many follower layers, whose buffers are in lockstep with the anchor's.
-/// Copies only. Entries beyond a row's miss_count are never read; entries with a negative row are skipped.
+/// Copies only. Entries beyond a row's miss_count are never read; entries with a negative miss_dst are skipped; any other bad row, also a negative miss_src, is an error on the CPU, skipped on a GPU.
 struct ReplayPlanParams {
   TensorView miss_src;       ///< [>=B, M] int64
   TensorView miss_dst;       ///< [>=B, M] int32
@@ -183,9 +183,9 @@ struct ReplayPlanParams {
 SPECSTATE_API void replay_plan(const ReplayPlanParams& params, Stream stream = {});
 
 /// Work behind this call in `stream` finds the rows of one follower of a `replay_plan` that was given `arrived` there. The replay may be in another stream; it
-/// has been called before this, and each of its followers is awaited once before the next replay with the same `arrived`. On a GPU one warp waits, so
+/// has been called before this, and each of its followers is awaited once before the next replay with the same `arrived` (else an error on the CPU, undefined on a GPU). On a GPU one warp waits, so
 /// kernels of the two streams must be able to run at the same time; after 20 seconds it gives up, which is an error of the launch. On the CPU a follower that has not
-/// arrived is an error.
+/// arrived, or a sign that no replay has set, is an error.
 struct AwaitFollowerParams {
   TensorView arrived;         ///< in/out [num_followers] int32; that of the follower is 0 again afterwards
   std::int64_t follower = 0;  ///< 0..num_followers-1

@@ -343,8 +343,9 @@ def replay_plan(
 
     miss_src [>=B, M] int64 host rows, miss_dst (same) int32 device rows, miss_count [B] int32 (0 to M), as a swap wrote them; num_real_reqs [1]
     int32, None: all rows. host_cache [Nh, ...], device_buffer [Nd, ...]: rows of the same number of bytes, which may differ from layer to layer;
-    host_cache_v, device_buffer_v: second pairs. A pair with a negative row is skipped. arrived [one element a follower] int32, zeros before the first use: rows come one follower
-    behind the other, and `await_follower` waits for one's. Returns None.
+    host_cache_v, device_buffer_v: second pairs. A pair with a negative miss_dst is skipped; any other row outside, a negative miss_src with them, is a ValueError (on CUDA: skipped).
+    arrived [one element a follower] int32, zeros before the first use: rows come one follower behind the other, and `await_follower` waits for one's, once before
+    the next replay; on the CPU a sign that was not awaited is a ValueError. Returns None.
     """
     _replay("replay_plan", **dict(locals(), paged=_paged(layout)))
 
@@ -375,7 +376,8 @@ def await_follower(arrived, follower, *, stream=None):
     """What comes behind this in `stream` finds the rows of follower `follower` there, of a `replay_plan` that was given `arrived` [followers] int32.
 
     That replay may be in another stream and has been called before; each of its followers is awaited once before the next one. On a GPU one warp waits, so
-    kernels of both streams must be able to run at the same time. On the CPU, where calls are done when they return, a follower that has not arrived is a ValueError.
+    kernels of both streams must be able to run at the same time. On the CPU, where calls are done when they return, a follower that has not arrived, or a sign
+    that no replay has set, is a ValueError.
     """
     function("hisparse_await_follower")(array_out("arrived", arrived), integer("follower", follower), stream_handle(stream, arrived))
 

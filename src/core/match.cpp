@@ -124,8 +124,13 @@ ArgCheck& ArgCheck::forward_strides() {
   return *this;
 }
 
+namespace {
+/// Without the product of the sizes, which may be more than 64 bits hold.
+bool empty(const TensorView& t) { return std::find(t.sizes, t.sizes + t.ndim, 0) != t.sizes + t.ndim; }
+}  // namespace
+
 ArgCheck& ArgCheck::written() {
-  if (!t_.given() || t_.numel() == 0) return *this;
+  if (!t_.given() || empty(t_)) return *this;
   std::pair<std::int64_t, std::int64_t> dims[kMaxDims];  // (|stride|, size), rising
   int n = 0;
   for (int i = 0; i < t_.ndim; ++i) {
@@ -141,13 +146,19 @@ ArgCheck& ArgCheck::written() {
     if (stride <= extent) fail("elements that do not share memory", "stride " + std::to_string(stride) + " for shape " + shape_text(t_));
     extent += stride * (size - 1);
   }
-  owner_.see(name_, t_, true);
+  owner_.see(name_, t_, true, bytes_);
+  return *this;
+}
+
+ArgCheck& ArgCheck::as_bytes() {
+  bytes_ = true;
+  if (t_.given()) owner_.see(name_, t_, false, true);
   return *this;
 }
 
 ArgCheck& ArgCheck::same_device() {
   if (!t_.given()) return *this;
-  owner_.see(name_, t_, false);
+  owner_.see(name_, t_, false, bytes_);
   if (owner_.device_of_ == nullptr) {
     owner_.device_ = t_.device;
     owner_.device_of_ = name_;
@@ -177,6 +188,21 @@ std::pair<std::int64_t, std::int64_t> extent(const TensorView& t, std::int64_t b
     if (std::abs(step) < below) (step < 0 ? low : high) += step * (t.sizes[i] - 1);
   }
   return {low, high};
+}
+
+/// Do 64 bits hold the number of its elements and how far its bytes reach? Then any product of indices and strides fits, too. (A broadcast view may claim any shape.)
+bool in_64_bits(const TensorView& t) {
+  constexpr std::int64_t kMost = std::int64_t{1} << 62;
+  const std::int64_t item = size_of(t.dtype);
+  std::int64_t elements = item, reach = item;
+  for (int i = 0; i < t.ndim; ++i) {
+    std::int64_t step = 0;
+    if (t.sizes[i] == 1) continue;
+    if (item == 0 || __builtin_mul_overflow(elements, t.sizes[i], &elements) || __builtin_mul_overflow(t.strides[i], item, &step) ||
+        step < -kMost || __builtin_mul_overflow(std::abs(step), t.sizes[i] - 1, &step) || __builtin_add_overflow(reach, step, &reach))
+      return false;
+  }
+  return item > 0 && reach < kMost;
 }
 
 /// The dimension of the largest stride among those of size > 1, or -1.
@@ -210,7 +236,7 @@ bool may_overlap(const TensorView& a, const TensorView& b) {
   }
 }
 
-void Checker::see(const char* name, const TensorView& t, bool written) {
+void Checker::see(const char* name, const TensorView& t, bool written, bool bytes) {
   if (!seen_.empty()) {
     Seen& last = seen_.back();
     if (last.name == name && last.t.data == t.data && last.item == item_) {
@@ -218,15 +244,17 @@ void Checker::see(const char* name, const TensorView& t, bool written) {
       return;
     }
   }
-  bool empty = false;
-  for (int i = 0; i < t.ndim; ++i) {
+  for (int i = 0; i < t.ndim; ++i)
     if (t.sizes[i] < 0) fail(name, "sizes of 0 or more", "shape " + shape_text(t));
-    empty |= t.sizes[i] == 0;
-  }
-  if (empty) return;
+  if (empty(t)) return;
   if (t.data == nullptr) fail(name, "memory for shape " + shape_text(t), "a null pointer");
-  const auto [low, high] = extent(t);
+  if (!in_64_bits(t)) fail(name, "elements and bytes that 64 bits can count", "shape " + shape_text(t));
   const auto address = reinterpret_cast<std::intptr_t>(t.data);
+  const std::int64_t item = size_of(t.dtype);
+  if (!bytes && address % item != 0)
+    fail(name, "a data pointer that is a multiple of " + std::to_string(item) + " bytes",
+         "remainder " + std::to_string(address & (item - 1)));
+  const auto [low, high] = extent(t);
   if (seen_.empty()) seen_.reserve(24);
   seen_.push_back({name, t, address + low, address + high, written, item_});
 }

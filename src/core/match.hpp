@@ -85,6 +85,8 @@ class ArgCheck {
   /// Same device as the first argument of this checker that was given.
   ArgCheck& same_device();
   ArgCheck& aligned(std::int64_t bytes);
+  /// Its rows are moved as bytes, on whatever device, so it may lie at any address; everything else lies at a multiple of its elements.
+  ArgCheck& as_bytes();
   /// Exact text of the ValueError of the checks that follow (empty: back to the default text). It must outlive them.
   ArgCheck& text(std::string_view exact) {
     exact_ = exact;
@@ -99,6 +101,7 @@ class ArgCheck {
   Checker& owner_;
   const char* name_;
   const TensorView& t_;
+  bool bytes_ = false;
   std::string_view exact_;
 };
 
@@ -137,7 +140,7 @@ class Checker {
     bool written;
     int item;
   };
-  void see(const char* name, const TensorView& t, bool written);
+  void see(const char* name, const TensorView& t, bool written, bool bytes);
 
   DefaultFloatEnv env_;  // what a check computes from numbers does not depend on the caller's modes either
   const char* op_;

@@ -71,7 +71,7 @@ constexpr const char* kBufferNames[4] = {"host_cache", "device_buffer", "host_ca
 CopyArgs copy_args(Checker& check, const KvBuffers& k, RowLayout row_layout, std::int64_t item_bytes, bool skip_io, Flat flat,
                    const char* const* names = kBufferNames) {
   CopyArgs c;
-  c.paged = row_layout == RowLayout::kDsv4Paged;
+  c.paged = check_paged(check, row_layout);
   c.skip_io = skip_io;
   const bool second = k.host_cache_v.given() || k.device_buffer_v.given();
   if (c.paged && second) throw_value("DSv4 page-padded layout is K-only (MLA).");
@@ -80,7 +80,8 @@ CopyArgs copy_args(Checker& check, const KvBuffers& k, RowLayout row_layout, std
   const TensorView* device[2] = {&k.device_buffer, &k.device_buffer_v};
   for (int i = 0; i < c.pairs; ++i) {
     check.arg(names[2 * i], *host[i]).required();
-    check.arg(names[2 * i + 1], *device[i]).required().same_device().written();
+    check.arg(names[2 * i + 1], *device[i]).required().as_bytes().same_device().written();
+    check.arg(names[2 * i], *host[i]).as_bytes();
     check.require(host[i]->ndim >= 1, names[2 * i], "at least one dimension", "shape ()");
     check.require(device[i]->ndim >= 1, names[2 * i + 1], "at least one dimension", "shape ()");
     // A CUDA call reads host rows from the GPU, which only pinned memory allows.
@@ -89,7 +90,7 @@ CopyArgs copy_args(Checker& check, const KvBuffers& k, RowLayout row_layout, std
         check.fail(names[2 * i], "pinned host memory",
                    host[i]->device.type == DeviceType::kCpu ? "pageable host memory" : name_of(host[i]->device));
     } else {
-      check.arg(names[2 * i], *host[i]).same_device();
+      check.arg(names[2 * i], *host[i]).as_bytes().same_device();
     }
   }
   if (c.paged) {
@@ -111,6 +112,7 @@ CopyArgs copy_args(Checker& check, const KvBuffers& k, RowLayout row_layout, std
     c.host[i] = rows_of(check, names[2 * i], *host[i], c.item_bytes, c.paged, flat);
     c.device[i] = rows_of(check, names[2 * i + 1], *device[i], c.item_bytes, c.paged, flat);
   }
+  check_item(check, names[0], c.item_bytes);
   return c;
 }
 
@@ -154,11 +156,21 @@ LayerNames::LayerNames(const std::string& before, const std::string& after) {
 }
 
 CopyArgs check_buffers(Checker& check, const LayerNames& names, const KvBuffers& buffers, RowLayout row_layout) {
-  check.arg(names[1], buffers.device_buffer).required().same_device();
+  check.arg(names[1], buffers.device_buffer).required().as_bytes().same_device();
   const CopyArgs args = copy_args(check, buffers, row_layout, kInfer, false, Flat::kRefused, names);
-  check.arg(names[0], buffers.host_cache).written();
-  check.arg(names[2], buffers.host_cache_v).written();
+  check.arg(names[0], buffers.host_cache).as_bytes().written();
+  check.arg(names[2], buffers.host_cache_v).as_bytes().written();
   return args;
+}
+
+void check_item(const Checker& check, const char* name, std::int64_t bytes) {
+  if (bytes > INT32_MAX) check.fail(name, fmt::format("rows of at most {} bytes", INT32_MAX), fmt::format("rows of {} bytes", bytes));
+}
+
+bool check_paged(Checker& check, RowLayout layout) {
+  if (layout != RowLayout::kLinear && layout != RowLayout::kDsv4Paged)
+    check.fail("layout", "kLinear (0) or kDsv4Paged (1)", std::to_string(static_cast<int>(layout)));
+  return layout == RowLayout::kDsv4Paged;
 }
 
 const std::int32_t* check_num_real(Checker& check, const TensorView& t) {
@@ -501,6 +513,12 @@ ReplayPlanArgs check(const ReplayPlanParams& p, std::vector<CopyArgs>& followers
   a.count = strided1<const std::int32_t>(p.miss_count);
   a.batch = min_rows({&p.miss_src, &p.miss_dst, &p.miss_count});
   a.capacity = std::min(p.miss_src.sizes[1], p.miss_dst.sizes[1]);
+  // A broadcast plan may be longer than anyone waits for. One of the tables must have entries of its own.
+  for (const auto& [d, n] : {std::pair{0, a.batch}, {1, a.capacity}})
+    if (n > 1 && p.miss_src.strides[d] == 0 && p.miss_dst.strides[d] == 0)
+      check.fail("miss_dst", fmt::format("{} of their own (miss_src has none)", d == 0 ? "rows" : "pairs"),
+                 fmt::format("stride 0 for shape {}", shape_text(p.miss_dst)));
+  check_paged(check, p.layout);
   std::deque<LayerNames> names;
   followers = follower_args(check, p.followers, p.num_followers, nullptr, "", p.layout, p.item_size_bytes, p.skip_io,
                             flat_of(p.item_size_bytes), names);
@@ -513,6 +531,7 @@ ReplayPlanArgs check(const ReplayPlanParams& p, std::vector<CopyArgs>& followers
 AwaitFollowerArgs check(const AwaitFollowerParams& p) {
   Checker check("await_follower");
   check.arg("arrived", p.arrived).required().dtype(DType::kInt32).ndim(1).same_device().written();
+  if (p.arrived.sizes[0] < 1) check.fail("arrived", "the sign of at least one follower", "shape " + shape_text(p.arrived));
   check.require(0 <= p.follower && p.follower < p.arrived.sizes[0], "follower", fmt::format("0 to {}", p.arrived.sizes[0] - 1),
                 std::to_string(p.follower));
   return {p.arrived.as<std::int32_t>() + p.follower * p.arrived.strides[0]};
@@ -531,15 +550,15 @@ TransferArgs check(const TransferPagedParams& p, std::vector<TransferLayer>& lay
     const std::string &src = names.emplace_back(fmt::format("src[{}]", i)), &dst = names.emplace_back(fmt::format("dst[{}]", i));
     const bool within = same_view(p.src[i], p.dst[i]);  // rows move inside one buffer: that is one argument
     for (const auto& [name, t] : {std::pair{(within ? dst : src).c_str(), &p.src[i]}, std::pair{dst.c_str(), &p.dst[i]}}) {
-      check.arg(name, *t).required();
+      check.arg(name, *t).required().as_bytes();
       check.require(t->ndim >= 1, name, "at least one dimension", "shape ()");
       // Backups go from the device to pinned memory and back: either end may be host memory.
       if (check.device().type == DeviceType::kCpu || t->device.type == DeviceType::kCuda)
-        check.arg(name, *t).same_device();
+        check.arg(name, *t).as_bytes().same_device();
       else
         check.require(core::pinned(*t), name, "pinned host memory", "pageable host memory");
     }
-    check.arg(dst.c_str(), p.dst[i]).written();
+    check.arg(dst.c_str(), p.dst[i]).as_bytes().written();
     const RowBuffer a = rows_of(check, src.c_str(), p.src[i], 0, true, Flat::kRefused),
                     b = rows_of(check, dst.c_str(), p.dst[i], 0, true, Flat::kRefused);
     layers.push_back({a.base, b.base, a.rows, b.rows});

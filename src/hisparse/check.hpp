@@ -41,6 +41,10 @@ class LayerNames {
 };
 /// Geometry of one layer's buffers, both ends written (backups go to the host). That layers are apart is `outputs_apart()`'s to say.
 CopyArgs check_buffers(core::Checker& check, const LayerNames& names, const KvBuffers& buffers, RowLayout layout);
+/// Kernels count the bytes of a row in 32 bits.
+void check_item(const core::Checker& check, const char* name, std::int64_t bytes);
+/// Are rows DSv4-paged? A layout that is none of the two is refused.
+bool check_paged(core::Checker& check, RowLayout layout);
 /// The count of real rows, or null.
 const std::int32_t* check_num_real(core::Checker& check, const TensorView& num_real_reqs);
 /// SMs that a call's copies may occupy, 0 for any number.

@@ -151,7 +151,7 @@ Coordinator::Coordinator(const CoordinatorConfig& given, std::span<const KvBuffe
     rows = check_buffers(check, names, k, c.layout);
     const TensorView* const buffers[4] = {&k.device_buffer, &k.host_cache, &k.device_buffer_v, &k.host_cache_v};
     for (const int i : {0, 1, 2, 3})  // what calls write lies where the tables are: on a GPU apart from host memory anyway
-      if (i % 2 == 0 || !m.on_gpu()) m.known.arg(names[i ^ 1], *buffers[i]).same_device();
+      if (i % 2 == 0 || !m.on_gpu()) m.known.arg(names[i ^ 1], *buffers[i]).as_bytes().same_device();
     device_rows = std::min(device_rows, rows.device_rows());
     host_rows = std::min(host_rows, rows.host_rows());
   }
@@ -272,6 +272,7 @@ void Coordinator::stage(std::int64_t layer, std::int64_t request, std::int64_t p
   for (const auto& [name, t] : {std::pair{"rows", &rows}, std::pair{"rows_v", &rows_v}}) {
     if (!t->given()) continue;
     m.beside_tables(check, name, *t);
+    check.arg(name, *t).as_bytes();
     check.require(t->ndim >= 1, name, "a tensor [count, ...]", shape_text(*t));
     check.require(t->sizes[0] == 0 || t->numel() / t->sizes[0] * size_of(t->dtype) == item, name, fmt::format("rows of {} bytes", item),
                   "shape " + shape_text(*t));
@@ -379,6 +380,7 @@ void Coordinator::write(std::int64_t layer, std::int64_t request, std::int64_t j
   for (const auto& [name, t] : {std::pair{"row", &row}, std::pair{"row_v", &row_v}}) {
     if (!t->given()) continue;
     m.beside_tables(check, name, *t);
+    check.arg(name, *t).as_bytes();
     check.require(t->numel() * size_of(t->dtype) == item, name, fmt::format("{} bytes", item), "shape " + shape_text(*t));
     check.arg(name, *t).inner_contiguous(t->ndim);
     m.apart(check, name, *t, layer, {1, 3});

@@ -733,6 +733,10 @@ void run(const SwapInSingleArgs& x, Stream) {
 
 // ------------------------------------------------------------------------------------------------- replay and transfer
 
+namespace {
+constexpr std::int32_t kAwaited = 0, kArrived = 1;  // what a follower's sign is
+}  // namespace
+
 void run(const SwapInArgs& x, const CopyArgs* followers, std::int64_t num_followers, Stream stream) {
   run(x, stream);
   run(plan_of(x), followers, num_followers, stream);
@@ -747,6 +751,10 @@ void run(const ReplayPlanArgs& x, const CopyArgs* followers, std::int64_t num_fo
     host_rows = std::min(host_rows, followers[f].host_rows());
     device_rows = std::min(device_rows, followers[f].device_rows());
   }
+  if (x.arrived)
+    for (std::int64_t f = 0; f < num_followers; ++f)
+      if (x.arrived(f) != kAwaited)
+        refuse(x.op, "arrived", "0, a sign that was awaited since the last replay", fmt::format("{} at [{}]", x.arrived(f), f));
   for (std::int64_t b = 0; b < real; ++b) {
     const std::int64_t n = x.count(b);
     if (n < 0 || n > x.capacity) refuse(x.op, "miss_count", fmt::format("counts in 0..{}", x.capacity), fmt::format("{} at [{}]", n, b));
@@ -763,12 +771,12 @@ void run(const ReplayPlanArgs& x, const CopyArgs* followers, std::int64_t num_fo
   for (std::int64_t f = 0; f < num_followers; ++f)
     if (!followers[f].skip_io) move_all(followers[f], moves);
   if (x.arrived)
-    for (std::int64_t f = 0; f < num_followers; ++f) x.arrived(f) = 1;
+    for (std::int64_t f = 0; f < num_followers; ++f) x.arrived(f) = kArrived;
 }
 
 void run(const AwaitFollowerArgs& x, Stream) {
-  if (*x.arrived == 0) refuse(x.op, "arrived", "a follower whose rows were copied and not awaited yet", "0");
-  *x.arrived = 0;
+  if (*x.arrived != kArrived) refuse(x.op, "arrived", "a follower whose rows were copied and not awaited yet", std::to_string(*x.arrived));
+  *x.arrived = kAwaited;
 }
 
 void run(const TransferArgs& x, const TransferLayer* layers, std::int64_t num_layers, Stream) {

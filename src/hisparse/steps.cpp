@@ -26,11 +26,11 @@ namespace {
 
 /// `name` stays in its place: the checker points to it.
 RowBuffer row_buffer(Checker& check, const std::string& name, const TensorView& t, bool paged, std::int64_t& item) {
-  check.arg(name.c_str(), t).required();
+  check.arg(name.c_str(), t).required().as_bytes();
   check.require(t.ndim >= 1, name, "at least one dimension", "shape ()");
   // Either end may be host memory: pinned, where the other is on a GPU.
   if (check.device().type == DeviceType::kCpu || t.device.type == DeviceType::kCuda)
-    check.arg(name.c_str(), t).same_device();
+    check.arg(name.c_str(), t).as_bytes().same_device();
   else
     check.require(core::pinned(t), name, "pinned host memory", "pageable host memory");
   const std::int64_t bytes = t.numel() * size_of(t.dtype);
@@ -46,6 +46,7 @@ RowBuffer row_buffer(Checker& check, const std::string& name, const TensorView& 
   if (inner != item || inner < 1)
     check.fail(name, item > 0 ? fmt::format("rows of {} bytes", item) : "rows of at least one byte",
                fmt::format("rows of {} bytes", inner));
+  check_item(check, name.c_str(), item);
   check.arg(name.c_str(), t).inner_contiguous(t.ndim - 1);
   return {t.as<std::byte>(), t.strides[0] * size_of(t.dtype), t.sizes[0]};
 }
@@ -53,7 +54,8 @@ RowBuffer row_buffer(Checker& check, const std::string& name, const TensorView& 
 /// The tables of all groups, of one shape: R, H, P, L. `names` outlives the checker's use of them.
 std::vector<WindowTables> check_groups(Checker& check, const WindowGroup* groups, std::int64_t n, WindowArgs& a,
                                        std::deque<std::string>& names) {
-  check.require(n >= 1 && groups != nullptr, "groups", "at least one group", std::to_string(n));
+  check.array("groups", groups, "num_groups", n);
+  if (n < 1) check.fail("num_groups", "1 or more", std::to_string(n));
   Sym R("R"), L("L"), H("H"), W("H+P");
   std::vector<WindowTables> tables;
   for (std::int64_t i = 0; i < n; ++i) {
@@ -104,7 +106,7 @@ void copy_rows(const CopyRowsParams& p, Stream stream) {
   check.arg("src_rows", p.src_rows).required().dtype({DType::kInt32, DType::kInt64}).shape({n}).same_device();
   check.arg("dst_rows", p.dst_rows).required().dtype({DType::kInt32, DType::kInt64}).shape({n}).same_device();
   std::vector<CopyRowsLayer> layers;
-  CopyRowsArgs a{integers(p.src_rows), integers(p.dst_rows), n, p.layout == RowLayout::kDsv4Paged, -1, check_sm_budget(check, p.sm_budget)};
+  CopyRowsArgs a{integers(p.src_rows), integers(p.dst_rows), n, check_paged(check, p.layout), -1, check_sm_budget(check, p.sm_budget)};
   check.array("src", p.src, "num_layers", p.num_layers);
   check.array("dst", p.dst, "num_layers", p.num_layers);
   std::deque<std::string> names;
@@ -113,7 +115,7 @@ void copy_rows(const CopyRowsParams& p, Stream stream) {
     const bool within = same_view(p.src[l], p.dst[l]);  // rows move inside one buffer: that is one argument
     const RowBuffer src = row_buffer(check, within ? to : from, p.src[l], a.paged, a.item_bytes);
     layers.push_back({src, row_buffer(check, to, p.dst[l], a.paged, a.item_bytes)});
-    check.arg(to.c_str(), p.dst[l]).written();
+    check.arg(to.c_str(), p.dst[l]).as_bytes().written();
   }
   check.outputs_apart();
   core::on_backend(
@@ -147,6 +149,7 @@ void accept_window(const AcceptWindowParams& p, Stream stream) {
   const char* const reserved = same_view(p.reserved_rows, p.host_cache_locs) ? "host_cache_locs" : "reserved_rows";
   check.require(p.page_size >= 1, "page_size", ">= 1", std::to_string(p.page_size));
   a.page = p.page_size;
+  check_paged(check, p.layout);
   const std::int64_t pages = a.context / a.page + (a.context % a.page != 0);
   for (const auto& [name, t, columns] :
        {std::tuple{reserved, &p.reserved_rows, pages}, std::tuple{"host_cache_locs", &p.host_cache_locs, a.context}})
@@ -155,17 +158,20 @@ void accept_window(const AcceptWindowParams& p, Stream stream) {
   a.accepted = integers(p.accepted);
   a.reserved = integers(p.reserved_rows);
   a.host_locs = integers(p.host_cache_locs);
-  a.host_rows = a.device_rows = INT64_MAX;
+  a.most_entry = INT64_MAX / a.page - 1;
+  a.host_rows = p.host_cache_locs.dtype == DType::kInt32 ? std::int64_t{INT32_MAX} + 1 : INT64_MAX;  // what the table can name
+  a.device_rows = INT64_MAX;
   std::vector<WindowLayer> layers;
   std::deque<LayerNames> layer_names;
-  check.array("groups", p.groups, "num_groups", p.num_groups);
-  for (std::int64_t g = 0; g < p.num_groups; ++g)
+  for (std::int64_t g = 0; g < p.num_groups; ++g) {
+    check.array(fmt::format("groups[{}].layers", g), p.groups[g].layers, fmt::format("groups[{}].num_layers", g), p.groups[g].num_layers);
     for (std::int64_t l = 0; l < p.groups[g].num_layers; ++l) {
       layer_names.emplace_back(fmt::format("layers[{}].", layers.size()));
       layers.push_back({check_buffers(check, layer_names.back(), p.groups[g].layers[l], p.layout), g});
       a.host_rows = std::min(a.host_rows, layers.back().copy.host_rows());
       a.device_rows = std::min(a.device_rows, layers.back().copy.device_rows());
     }
+  }
   check.outputs_apart();
   core::on_backend(
       a.op, p.requests.device, [&] { cpu::run(a, groups, layers); }, [&] { cuda::run(a, groups, layers, stream); });
@@ -210,7 +216,12 @@ void run(const WindowArgs& a, const std::vector<WindowTables>& groups, const std
     if (width < 0 || width > most) refuse(a.op, "widths", fmt::format("0..{}", most), width, b);
     if (!accepts) continue;
     if (a.accepted(b) < 0 || a.accepted(b) > width) refuse(a.op, "accepted", fmt::format("0..{}", width), a.accepted(b), b);
+    for (std::size_t g = 0; g < groups.size(); ++g)
+      if (const std::int32_t clock = groups[g].clock(r); clock < 0 || clock > layout::kMaxClock)
+        refuse(a.op, fmt::format("groups[{}].state.clock", g).c_str(), "a state that reset_swap_state has prepared", clock, r);
     for (std::int64_t p = length; p < length + a.accepted(b); ++p) {
+      if (const std::int64_t entry = a.reserved(r, p / a.page); entry > a.most_entry)
+        refuse(a.op, "reserved_rows", fmt::format("pages in 0..{}", a.most_entry), entry, p / a.page);
       if (const std::int64_t row = a.reserved_row(r, p); row < 0 || row >= a.host_rows)
         refuse(a.op, "reserved_rows", fmt::format("host rows in 0..{}", a.host_rows - 1), row, p);
       for (const WindowTables& g : groups)

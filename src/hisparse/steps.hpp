@@ -39,10 +39,11 @@ struct WindowArgs {
   std::int64_t host_rows, device_rows;  // that exist in every layer
   const char* op;
   std::int64_t sm_budget = 0;
+  std::int64_t most_entry = INT64_MAX;  // of `reserved`: a page beyond it has no rows that 64 bits can name
   /// The host row that is set aside for a position; < 0: none.
   SPECSTATE_HD std::int64_t reserved_row(std::int64_t r, std::int64_t p) const {
     const std::int64_t entry = reserved(r, p / page);
-    return entry < 0 ? -1 : entry * page + p % page;
+    return entry < 0 || entry > most_entry ? -1 : entry * page + p % page;
   }
 };
 

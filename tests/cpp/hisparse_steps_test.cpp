@@ -165,8 +165,91 @@ TEST(HisparseSteps, Refusals) {
   CopyRowsParams c;
   c.src = &a, c.dst = &b, c.num_layers = 1, c.src_rows = view(src, {1}), c.dst_rows = view(dst, {1});
   EXPECT_EQ(text([&] { copy_rows(c); }), "copy_rows: dst[0]: expected rows of 8 bytes, got rows of 16 bytes.");
+  c.layout = static_cast<RowLayout>(7);
+  EXPECT_EQ(text([&] { copy_rows(c); }), "copy_rows: layout: expected kLinear (0) or kDsv4Paged (1), got 7.");
+  c.layout = RowLayout::kLinear;
+  ReplayPlanParams replay;
+  std::vector<i64> miss_src{0};
+  std::vector<i32> count{0};
+  replay.miss_src = view(miss_src, {1, 1}), replay.miss_dst = view(dst, {1, 1}), replay.miss_count = view(count, {1});
+  replay_plan(replay);
+  replay.layout = static_cast<RowLayout>(7);
+  EXPECT_EQ(text([&] { replay_plan(replay); }), "replay_plan: layout: expected kLinear (0) or kDsv4Paged (1), got 7.");
   c.dst = &a, dst[0] = 4;
   EXPECT_EQ(text([&] { copy_rows(c); }), "copy_rows: dst_rows: expected rows below 4, got 4 at [0].");
+}
+
+/// What a pointer, a count, a page, a clock or a dtype can get wrong is said by name, and nothing is written.
+TEST(HisparseSteps, RefusalsOfAcceptWindow) {
+  Tables t(2, 4, 2, 8);
+  std::vector<i64> ids{0, 1};
+  std::vector<i32> widths{1, 2}, accepted{1, 2};
+  std::vector<std::uint8_t> host(16 * 8, 3), device(12 * 8, 5);
+  KvBuffers layer{TensorView(host.data(), DType::kUInt8, {16, 8}), TensorView(device.data(), DType::kUInt8, {12, 8}), {}, {}};
+  WindowGroup group{t.state(), &layer, 1};
+  AcceptWindowParams p;
+  p.groups = &group, p.num_groups = 1, p.requests = view(ids, {2}), p.widths = view(widths, {2}), p.accepted = view(accepted, {2});
+  p.lengths = view(t.lengths, {2}), p.reserved_rows = view(t.reserved, {2, 8}), p.host_cache_locs = view(t.committed, {2, 8});
+  const AcceptWindowParams good = p;
+  const auto refused = [&](const std::string& expected) {
+    const std::vector<i32> tokens = t.tokens, stamps = t.stamps, lengths = t.lengths;
+    const std::vector<i64> committed = t.committed;
+    EXPECT_EQ(text([&] { accept_window(p); }), "accept_window: " + expected);
+    EXPECT_TRUE(tokens == t.tokens && stamps == t.stamps && lengths == t.lengths && committed == t.committed && host[0] == 3);
+    p = good;
+  };
+  group.layers = nullptr;
+  refused("groups[0].layers: expected 1 entries, got a null pointer.");
+  group.num_layers = -1;
+  refused("groups[0].num_layers: expected 0 or more, got -1.");
+  group.layers = &layer, group.num_layers = 1;
+  p.groups = nullptr;
+  refused("groups: expected 1 entries, got a null pointer.");
+  p.num_groups = 0;
+  refused("num_groups: expected 1 or more, got 0.");
+  p.num_groups = -1;
+  refused("num_groups: expected 0 or more, got -1.");
+  for (const i32 clock : {-1, 1 << 30}) {
+    t.clock[1] = clock;
+    refused("groups[0].state.clock: expected a state that reset_swap_state has prepared, got " + std::to_string(clock) + " at [1].");
+  }
+  t.clock[1] = (1 << 30) - 1;  // the last one
+  p.layout = static_cast<RowLayout>(7);
+  refused("layout: expected kLinear (0) or kDsv4Paged (1), got 7.");
+  // Pages whose rows 64 bits cannot name: their product must not come back into the pool.
+  std::vector<i64> pages{i64{1} << 62, 0, 2, 3};
+  p.page_size = 4, p.reserved_rows = view(pages, {2, 2});
+  refused("reserved_rows: expected pages in 0.." + std::to_string(INT64_MAX / 4 - 1) + ", got 4611686018427387904 at [0].");
+  pages = {4, 0, 2, 3};
+  p.page_size = INT64_MAX, p.reserved_rows = TensorView(pages.data(), DType::kInt64, {2, 1});
+  refused("reserved_rows: expected pages in 0..0, got 4 at [0].");
+  p.page_size = 4, p.reserved_rows = view(pages, {2, 2});
+  refused("reserved_rows: expected host rows in 0..15, got 16 at [0].");
+  p.lengths.data = static_cast<char*>(p.lengths.data) + 2, p.lengths.sizes[0] = 2;
+  refused("lengths: expected a data pointer that is a multiple of 4 bytes, got remainder 2.");
+  // Without layers it is the table that bounds the rows.
+  group.num_layers = 0;
+  std::vector<i32> narrow(16, -1);
+  for (const i64 row : {i64{1} << 40, i64{1} << 31}) {
+    t.reserved[0] = row;
+    p.host_cache_locs = view(narrow, {2, 8});
+    refused("reserved_rows: expected host rows in 0..2147483647, got " + std::to_string(row) + " at [0].");
+  }
+  t.reserved[0] = (i64{1} << 31) - 1;
+  p.host_cache_locs = view(narrow, {2, 8});
+  accept_window(p);
+  EXPECT_EQ(narrow[0], INT32_MAX);
+  t.reserved[0] = i64{1} << 40, t.lengths.assign(2, 0), p = good;
+  accept_window(p);
+  EXPECT_EQ(t.committed[0], i64{1} << 40);
+  group.num_layers = 1, t.lengths.assign(2, 0), pages = {3, 0, 2, 3};
+  p.page_size = 4, p.reserved_rows = view(pages, {2, 2});
+  accept_window(p);
+  EXPECT_EQ(t.committed[0], 12);
+  EXPECT_EQ(host[12 * 8], 5);
+  OpenWindowParams open;
+  open.num_groups = 1;
+  EXPECT_EQ(text([&] { open_window(open); }), "open_window: groups: expected 1 entries, got a null pointer.");
 }
 
 /// What is written lies apart from everything else; one buffer as both ends, and one table for reserved and committed rows, are meant.

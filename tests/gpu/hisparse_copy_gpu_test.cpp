@@ -1,5 +1,6 @@
 // Rows on their way on the GPU as on the CPU: replays of plans, on a side stream too, paged transfers, staging and windows.
 #include <chrono>
+#include <functional>
 #include <thread>
 
 #include "hisparse_gpu.hpp"
@@ -449,6 +450,170 @@ void window_world(unsigned seed, int rounds) {
       copy_rows(p, stream);
     }
     ASSERT_NO_FATAL_FAILURE(same("direction", direction));
+  }
+}
+
+/// Two requests with one and two positions to accept, each array on both sides.
+struct SmallWindow {
+  static constexpr i64 R = 2, H = 4, P = 2, L = 8, W = H + P, kItem = 8, kHostRows = 16, kDeviceRows = 12;
+  Pair<i32> tokens, locs, stamps, clock, hints, lengths, widths, taken, narrow;
+  Pair<i64> requests, pages, committed;
+  Pair<u8> device;
+  Pinned host{kHostRows * kItem, 5};
+  KvBuffers layer[2];
+  WindowGroup group[2];
+
+  SmallWindow()
+      : tokens({R, W}, std::vector<i32>(R * W, -1)),
+        locs({R, W}, {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11}),
+        stamps({R, H}, std::vector<i32>(R * H, 3)),
+        clock({R}, {9, 9}),
+        hints({R, L}, std::vector<i32>(R * L, -1)),
+        lengths({R}, {0, 0}),
+        widths({R}, {1, 2}),
+        taken({R}, {1, 2}),
+        narrow({R, L}, std::vector<i32>(R * L, -1)),
+        requests({R}, {0, 1}),
+        pages({R, L}, {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}),
+        committed({R, L}, std::vector<i64>(R * L, -1)),
+        device({kDeviceRows, kItem}) {
+    std::iota(device.values(), device.values() + kDeviceRows * kItem, u8{1});
+    device.upload();
+  }
+  std::vector<Bytes*> arrays() {
+    return {&tokens, &locs, &stamps, &clock, &hints, &lengths, &widths, &taken, &narrow, &requests, &pages, &committed, &device};
+  }
+  AcceptWindowParams params(Where w) {
+    const int i = w == Where::kDevice;
+    layer[i] = {host.rows(kHostRows, kItem, w), device.view(w), {}, {}};
+    group[i] = {{tokens.view(w), locs.view(w), stamps.view(w), hints.view(w), clock.view(w)}, &layer[i], 1};
+    AcceptWindowParams p;
+    p.groups = &group[i], p.num_groups = 1, p.requests = requests.view(w), p.widths = widths.view(w), p.accepted = taken.view(w);
+    p.lengths = lengths.view(w), p.reserved_rows = pages.view(w), p.page_size = 1, p.host_cache_locs = committed.view(w);
+    return p;
+  }
+};
+
+/// What the host can see is refused with the CPU's text, before anything is written.
+TEST(HisparseCopyGpu, WindowsAreRefusedAsOnTheCpu) {
+  SPECSTATE_NEEDS_GPU();
+  SmallWindow x;
+  std::vector<std::vector<u8>> before;
+  for (Bytes* b : x.arrays()) before.emplace_back(static_cast<u8*>(b->host()), static_cast<u8*>(b->host()) + b->size());
+  const std::vector<u8> rows(x.host.data(), x.host.data() + SmallWindow::kHostRows * SmallWindow::kItem);
+  const auto refused = [&](const std::string& expected, const std::function<void(AcceptWindowParams&, WindowGroup&)>& change) {
+    for (const Where where : {Where::kHost, Where::kDevice}) {
+      AcceptWindowParams p = x.params(where);
+      change(p, x.group[where == Where::kDevice]);
+      std::string text = "no error";
+      try {
+        accept_window(p);
+      } catch (const Error& e) {
+        text = e.what();
+      }
+      EXPECT_EQ(text, "accept_window: " + expected) << (where == Where::kHost ? "on the CPU" : "on a GPU");
+    }
+    int i = 0;
+    for (Bytes* b : x.arrays()) {
+      EXPECT_EQ(b->difference(), "") << "array " << i << ", " << expected;
+      EXPECT_EQ(std::memcmp(b->host(), before[at(i)].data(), b->size()), 0) << "array " << i << ", " << expected;
+      ++i;
+    }
+    EXPECT_EQ(std::memcmp(x.host.data(), rows.data(), rows.size()), 0) << expected;
+  };
+  using P = AcceptWindowParams;
+  using G = WindowGroup;
+  refused("groups: expected 1 entries, got a null pointer.", [](P& p, G&) { p.groups = nullptr; });
+  refused("num_groups: expected 1 or more, got 0.", [](P& p, G&) { p.num_groups = 0; });
+  refused("num_groups: expected 0 or more, got -1.", [](P& p, G&) { p.num_groups = -1; });
+  refused("groups[0].layers: expected 1 entries, got a null pointer.", [](P&, G& g) { g.layers = nullptr; });
+  refused("groups[0].num_layers: expected 0 or more, got -1.", [](P&, G& g) { g.num_layers = -1; });
+  refused("layout: expected kLinear (0) or kDsv4Paged (1), got 7.", [](P& p, G&) { p.layout = static_cast<RowLayout>(7); });
+  refused("page_size: expected >= 1, got 0.", [](P& p, G&) { p.page_size = 0; });
+  refused("sm_budget: expected 0 (any number) or more SMs, got -1.", [](P& p, G&) { p.sm_budget = -1; });
+  refused("lengths: expected a data pointer that is a multiple of 4 bytes, got remainder 2.",
+          [](P& p, G&) { p.lengths.data = static_cast<u8*>(p.lengths.data) + 2; });
+  refused("lengths: expected memory for shape (2,), got a null pointer.", [](P& p, G&) { p.lengths.data = nullptr; });
+  refused("groups[0].state.clock: expected memory for shape (2,), got a null pointer.", [](P&, G& g) { g.state.clock.data = nullptr; });
+  refused("layers[0].host_cache: expected memory for shape (16, 8), got a null pointer.",
+          [&](P&, G& g) { x.layer[g.layers == &x.layer[1]].host_cache.data = nullptr; });
+  refused("layers[0].device_buffer: expected sizes of 0 or more, got shape (-1, 8).",
+          [&](P&, G& g) { x.layer[g.layers == &x.layer[1]].device_buffer.sizes[0] = -1; });
+  refused("layers[0].host_cache: expected elements and bytes that 64 bits can count, got shape (4611686018427387904, 8).",
+          [&](P&, G& g) { x.layer[g.layers == &x.layer[1]].host_cache.sizes[0] = i64{1} << 62; });
+  refused("lengths: expected elements that do not share memory, got stride 0 for shape (2,).", [](P& p, G&) { p.lengths.strides[0] = 0; });
+  refused("host_cache_locs: expected memory of its own, got memory that overlaps requests.",
+          [](P& p, G&) { p.requests.data = static_cast<u8*>(p.host_cache_locs.data) + 8; });
+}
+
+/// Pages whose rows 64 bits cannot name, rows beyond the pool, and rows beyond what the table of committed rows can hold: such a position does not stand, its
+/// neighbours do.
+TEST(HisparseCopyGpu, RowsThatNobodyHasDoNotStand) {
+  SPECSTATE_NEEDS_GPU();
+  struct Case {
+    i64 page_size, entry, row;  // of request 0; -1: none
+    bool layers, wide;
+  };
+  constexpr i64 kBit = 1;
+  const Case cases[] = {
+      {4, kBit << 62, -1, true, true},
+      {4, (kBit << 62) + 1, -1, true, true},
+      {4, kBit << 61, -1, true, true},
+      {4, INT64_MAX, -1, true, true},
+      {4, INT64_MIN, -1, true, true},
+      {4, -1, -1, true, true},
+      {4, 4, -1, true, true},
+      {4, 3, 12, true, true},
+      {4, 3, 12, true, false},
+      {INT64_MAX, 1, -1, true, true},
+      {1, (kBit << 32) + 3, -1, true, false},
+      {1, kBit << 31, -1, false, false},
+      {1, (kBit << 32) + 3, -1, false, false},
+      {1, INT32_MAX, INT32_MAX, false, false},
+      {1, kBit << 40, kBit << 40, false, true},
+      {4, INT64_MAX / 4, -1, false, true},
+      {4, INT64_MAX / 4 - 1, (INT64_MAX / 4 - 1) * 4, false, true},
+  };
+  for (const Case& c : cases) {
+    SCOPED_TRACE(::testing::Message() << "pages of " << c.page_size << ", entry " << c.entry << (c.layers ? "" : ", no layers")
+                                      << (c.wide ? "" : ", int32"));
+    SmallWindow x;
+    std::vector<i64> entries(SmallWindow::R * SmallWindow::L, 2);  // of pages; one row a page: rows 2 and 3 of request 1
+    entries[SmallWindow::L] = 2, entries[SmallWindow::L + 1] = 3;
+    const i64 columns = std::max<i64>(1, (SmallWindow::L + std::min<i64>(c.page_size, 8) - 1) / std::min<i64>(c.page_size, 8));
+    const i64 base = c.page_size == 1 ? 2 : c.page_size == 4 ? 8 : 0;  // row of position 0 of request 1
+    if (c.page_size == INT64_MAX) entries.assign(entries.size(), 0);
+    entries[0] = c.entry;
+    x.pages.set(entries);
+    AcceptWindowParams p = x.params(Where::kDevice);
+    p.page_size = c.page_size, p.reserved_rows.sizes[1] = columns;
+    if (!c.wide) p.host_cache_locs = x.narrow.view(Where::kDevice);
+    if (!c.layers) x.group[1].num_layers = 0;
+    std::vector<u8> rows(x.host.data(), x.host.data() + SmallWindow::kHostRows * SmallWindow::kItem);
+    const auto* const tails = static_cast<const u8*>(x.device.host());
+    const auto brought = [&](i64 host_row, i64 r, i64 position) {  // as the call should do
+      if (c.layers) std::memcpy(&rows[at(host_row * 8)], tails + 8 * (r * SmallWindow::W + SmallWindow::H + position), 8);
+      const i64 to = r * SmallWindow::L + position;
+      c.wide ? static_cast<void>(x.committed.values()[to] = host_row)
+             : static_cast<void>(x.narrow.values()[to] = static_cast<i32>(host_row));
+      x.tokens.values()[r * SmallWindow::W + position] = static_cast<i32>(position);
+      x.stamps.values()[r * SmallWindow::H + position] = 2 * 9 + 1,
+                                             x.hints.values()[r * SmallWindow::L + position] = static_cast<i32>(position);
+    };
+    const std::vector<u8> pool(tails, tails + x.device.size());
+    accept_window(p);
+    SPECSTATE_GPU(cudaDeviceSynchronize());
+    if (c.row >= 0) brought(c.row, 0, 0);
+    brought(base, 1, 0), brought(base + 1, 1, 1);
+    if (c.layers)  // rows that move into the slots of their own numbers
+      for (const auto& [r, position] : {std::pair{i64{0}, i64{0}}, {1, 0}, {1, 1}})
+        if (r == 1 || c.row >= 0)
+          std::memcpy(static_cast<u8*>(x.device.host()) + 8 * (r * SmallWindow::W + position),
+                      &pool[at(8 * (r * SmallWindow::W + SmallWindow::H + position))], 8);
+    x.lengths.values()[0] = 1, x.lengths.values()[1] = 2;
+    int i = 0;
+    for (Bytes* b : x.arrays()) EXPECT_EQ(b->difference(), "") << "array " << i++;
+    EXPECT_EQ(std::memcmp(x.host.data(), rows.data(), rows.size()), 0);
   }
 }
 

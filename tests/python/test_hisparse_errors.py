@@ -443,6 +443,72 @@ def test_followers_are_awaited_once():
         hisparse.await_follower(arrived, 2)
     with pytest.raises(ValueError, match=r"replay_plan: arrived: expected shape \[2\], got \(3,\)\."):
         hisparse.replay_plan(**plan, host_cache=[a["host_cache"]] * 2, device_buffer=pools, arrived=np.zeros(3, np.int32))
+    with pytest.raises(ValueError, match=r"await_follower: arrived: expected the sign of at least one follower, got shape \(0,\)\."):
+        hisparse.await_follower(arrived[:0], 0)
+
+
+@pytest.mark.parametrize("sign", [1, -1, 7])
+def test_signs_are_what_a_replay_sets(sign):
+    """A replay over a sign that was not awaited moves nothing; a wait takes nothing but what a replay sets."""
+    a = replay_arguments()
+    plan = {k: a[k] for k in ("miss_src", "miss_dst", "miss_count")}
+    pools, arrived = [np.zeros((3, 8), np.uint8) for _ in range(2)], np.array([0, sign], np.int32)
+    with pytest.raises(ValueError, match=rf"replay_plan: arrived: expected 0, a sign that was awaited since the last replay, got {sign} at \[1\]\."):
+        hisparse.replay_plan(**plan, host_cache=[a["host_cache"]] * 2, device_buffer=pools, arrived=arrived)
+    assert not np.any(pools) and arrived.tolist() == [0, sign]
+    if sign != 1:
+        with pytest.raises(ValueError, match=rf"await_follower: arrived: .*not awaited yet, got {sign}\."):
+            hisparse.await_follower(arrived, 1)
+        assert arrived.tolist() == [0, sign]
+        return
+    hisparse.await_follower(arrived, 1)
+    hisparse.replay_plan(**plan, host_cache=[a["host_cache"]] * 2, device_buffer=pools, arrived=arrived)
+    assert arrived.tolist() == [1, 1] and (pools[1][2] == a["host_cache"][0]).all()
+
+
+def test_plans_without_rows_of_their_own():
+    """A plan of 2^40 rows or pairs that all lie in one place would be walked for hours."""
+    a = replay_arguments()
+    pools = dict(host_cache=a["host_cache"], device_buffer=a["device_buffer"])
+    long = lambda x, shape: np.lib.stride_tricks.as_strided(x, shape, (0,) * len(shape))  # noqa: E731
+    src, dst, count = np.zeros(1, np.int64), np.zeros(1, np.int32), np.ones(1, np.int32)
+    for shape, what in (((1 << 40, 1), "rows"), ((1, 1 << 40), "pairs")):
+        with pytest.raises(ValueError, match=rf"replay_plan: miss_dst: expected {what} of their own \(miss_src has none\), got stride 0 for shape"):
+            hisparse.replay_plan(long(src, shape), long(dst, shape), long(count, shape[:1]), **pools)
+    # What rows share may be broadcast as long as something is theirs.
+    hisparse.replay_plan(np.broadcast_to(a["miss_src"][0], (2, 3)), a["miss_dst"], np.broadcast_to(count, 2), **pools)
+    assert (a["device_buffer"][[0, 2]] == a["host_cache"][0]).all()
+
+
+def at_odd_address(x):
+    memory = np.zeros(x.nbytes + x.itemsize, np.uint8)
+    odd = memory[(1 - memory.ctypes.data) % x.itemsize :][: x.nbytes].view(x.dtype).reshape(x.shape)
+    odd[...] = x
+    return odd
+
+
+@pytest.mark.parametrize("name", ["miss_src", "miss_dst", "miss_count", "num_real_reqs"])
+def test_numbers_at_odd_addresses(name):
+    """Numbers are read as what they are; rows of a pool may lie anywhere."""
+    a = replay_arguments()
+    size = a[name].itemsize
+    with pytest.raises(ValueError, match=rf"copy_cache_planned_mla: {name}: expected a data pointer that is a multiple of {size} bytes, got remainder 1\."):
+        hisparse.copy_cache_planned_mla(**dict(a, **{name: at_odd_address(a[name])}))
+    host = at_odd_address(a["host_cache"].view(np.int64))
+    hisparse.replay_plan(a["miss_src"], a["miss_dst"], a["miss_count"], host, a["device_buffer"].view(np.int64))
+    assert (a["device_buffer"][2] == a["host_cache"][0]).all()
+
+
+def test_negative_rows_of_a_plan():
+    a = replay_arguments()
+    plan = {k: a[k].copy() for k in ("miss_src", "miss_dst", "miss_count")}
+    plan["miss_src"][0, 0] = -1
+    pool = np.zeros((3, 8), np.uint8)
+    with pytest.raises(ValueError, match=r"replay_plan: miss_src: expected host rows in 0\.\.\d+, got -1 at \[0, 0\]\."):
+        hisparse.replay_plan(**plan, host_cache=a["host_cache"], device_buffer=pool)
+    plan["miss_dst"][0, 0] = -1
+    hisparse.replay_plan(**plan, host_cache=a["host_cache"], device_buffer=pool)
+    assert not pool[2].any()
 
 
 def test_a_layer_of_a_replay_may_be_named_twice():

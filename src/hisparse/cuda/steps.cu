@@ -186,7 +186,7 @@ __device__ __forceinline__ void accept_row(const WindowArgs& x, const Accepts& a
       const i64 reserved = load_wide(x.reserved, r, entry), own = low ? p : 0;
       const std::int32_t held = t.slot_tokens(r, own);
       tail = t.slot_locs(r, column), there = t.slot_locs(r, own), clock = t.clock(r);
-      if (reserved >= 0) host = reserved * x.page + (p - entry * page);
+      if (reserved >= 0 && reserved <= x.most_entry) host = reserved * x.page + (p - entry * page);
       stands = host >= 0 && host < x.host_rows && tail >= 0 && tail < x.device_rows;
       promote = stands && low && there >= 0 && there < x.device_rows && held < 0;
     }
