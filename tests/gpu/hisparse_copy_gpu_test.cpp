@@ -1,5 +1,6 @@
 // Rows on their way on the GPU as on the CPU: replays of plans, on a side stream too, paged transfers, staging and windows.
 #include <chrono>
+#include <cstdlib>
 #include <functional>
 #include <thread>
 
@@ -64,6 +65,30 @@ TEST(HisparseCopyGpu, PageableHostMemoryIsRefused) {
     EXPECT_EQ(e.kind(), ErrorKind::kValue);
     EXPECT_STREQ(e.what(), "replay_plan: host_cache: expected pinned host memory, got pageable host memory.");
   }
+}
+
+/// What the program has pinned afterwards is as good as what was allocated pinned.
+TEST(HisparseCopyGpu, RegisteredHostMemoryIsReadInPlace) {
+  SPECSTATE_NEEDS_GPU();
+  constexpr i64 kRows = 64, kItem = 576, kBytes = kRows * kItem, kPages = (kBytes + 4095) / 4096 * 4096;
+  u8* const memory = static_cast<u8*>(std::aligned_alloc(4096, kPages));
+  for (i64 i = 0; i < kBytes; ++i) memory[i] = static_cast<u8>(i * 31 + i / 577);
+  SPECSTATE_GPU(cudaHostRegister(memory, kPages, cudaHostRegisterDefault));
+  Pair<u8> pool({kRows, kItem});
+  Pair<i64> src({1, 3}, {63, 0, 17});
+  Pair<i32> dst({1, 3}, {2, 40, 5}), count({1}, {3});
+  const auto call = [&](Where where, Stream stream) {
+    ReplayPlanParams p;
+    p.miss_src = src.view(where), p.miss_dst = dst.view(where), p.miss_count = count.view(where);
+    KvBuffers b;
+    b.host_cache = TensorView(memory, DType::kUInt8, {kRows, kItem}, {DeviceType::kCpu, 0, where == Where::kDevice});
+    b.device_buffer = pool.view(where);
+    p.followers = &b, p.num_followers = 1;
+    replay_plan(p, stream);
+  };
+  on_both(call, {&pool}, {}, 1);
+  SPECSTATE_GPU(cudaHostUnregister(memory));
+  std::free(memory);
 }
 
 // ------------------------------------------------------------------------------------------------------------- streams

@@ -111,72 +111,178 @@ TEST(HisparseSizesGpu, ClustersOfEverySize) {
   published_shape(66, 8, 2048, 4096, 576, 2, Asked::kMixed);
 }
 
-/// Pools of more than 2^31 bytes, and rows beyond 2^31 / 576.
+/// Pools of 576-byte rows, more than 2^32 bytes on either side. Nothing is zeroed or filled but what `fill` is given.
+struct LargePools {
+  static constexpr i64 kItem = 576, kRows = (i64{1} << 32) / kItem + 1000, kBytes = kRows * kItem, kPages = kBytes / kPage;
+  u8 *host = nullptr, *device = nullptr;
+  KvBuffers linear, paged;
+
+  LargePools() {
+    EXPECT_EQ(cudaMallocHost(&host, kBytes), cudaSuccess);
+    EXPECT_EQ(cudaMalloc(&device, kBytes), cudaSuccess);
+    const Device pinned{DeviceType::kCpu, 0, true}, gpu{DeviceType::kCuda, 0};
+    linear.host_cache = TensorView(host, DType::kUInt8, {kRows, kItem}, pinned);
+    linear.device_buffer = TensorView(device, DType::kUInt8, {kRows, kItem}, gpu);
+    paged.host_cache = TensorView(host, DType::kUInt8, {kPages * kPage}, pinned);
+    paged.device_buffer = TensorView(device, DType::kUInt8, {kPages * kPage}, gpu);
+  }
+  LargePools(const LargePools&) = delete;
+  ~LargePools() { cudaFree(device), cudaFreeHost(host); }
+  /// Of a DSv4 row only the values: they lie as far apart as the pools are large.
+  static i64 offset(i64 row, bool pages = false) { return pages ? row / 64 * kPage + row % 64 * kItem : row * kItem; }
+  void fill(i64 row, bool pages = false) const {
+    for (i64 j = 0; j < kItem; ++j) host[offset(row, pages) + j] = static_cast<u8>(row * 7 + row / 251 + j + pages);
+  }
+  std::vector<u8> on_device(i64 row, bool pages = false) const {
+    std::vector<u8> bytes(kItem);
+    EXPECT_EQ(cudaMemcpy(bytes.data(), device + offset(row, pages), kItem, cudaMemcpyDeviceToHost), cudaSuccess);
+    return bytes;
+  }
+  std::vector<u8> on_host(i64 row, bool pages = false) const { return {host + offset(row, pages), host + offset(row, pages) + kItem}; }
+};
+
+/// Rows beyond 2^31 / 576 and bytes beyond 2^32, through every operation that addresses them.
 TEST(HisparseSizesGpu, LargePools) {
   SPECSTATE_NEEDS_GPU();
   if (small()) GTEST_SKIP() << "needs-time: four gigabytes under a sanitizer";
-  constexpr i64 kItem = 576, kRows = (i64{1} << 32) / kItem + 1000;
-  void *host = nullptr, *device = nullptr;
-  SPECSTATE_GPU(cudaMallocHost(&host, kRows * kItem));
-  SPECSTATE_GPU(cudaMalloc(&device, kRows * kItem));
-  const std::vector<i64> src{0, (i64{1} << 31) / kItem + 5, kRows - 1, kRows - 777};
-  const std::vector<i32> dst{static_cast<i32>(kRows - 1), 3, static_cast<i32>((i64{1} << 31) / kItem + 1), static_cast<i32>(kRows - 500)};
-  for (i64 r : src)
-    for (i64 j = 0; j < kItem; ++j) static_cast<u8*>(host)[r * kItem + j] = static_cast<u8>(r * 7 + j);
+  constexpr Where kOn = Where::kDevice;
+  constexpr i64 kRows = LargePools::kRows, kMiddle = (i64{1} << 31) / LargePools::kItem;
+  const LargePools pools;
+  ASSERT_TRUE(pools.host && pools.device);
+  const std::vector<i64> src{0, kMiddle + 5, kRows - 1, kRows - 777};
+  const std::vector<i32> dst{static_cast<i32>(kRows - 1), 3, static_cast<i32>(kMiddle + 1), static_cast<i32>(kRows - 500)};
+  for (const i64 r : src) pools.fill(r);
+
   Pair<i64> s({1, 4}, src);
   Pair<i32> d({1, 4}, dst), n({1}, {4});
   ReplayPlanParams p;
-  p.miss_src = s.view(Where::kDevice), p.miss_dst = d.view(Where::kDevice), p.miss_count = n.view(Where::kDevice);
-  KvBuffers b;
-  b.host_cache = TensorView(host, DType::kUInt8, {kRows, kItem}, {DeviceType::kCpu, 0, true});
-  b.device_buffer = TensorView(device, DType::kUInt8, {kRows, kItem}, {DeviceType::kCuda, 0});
-  p.followers = &b, p.num_followers = 1;
+  p.miss_src = s.view(kOn), p.miss_dst = d.view(kOn), p.miss_count = n.view(kOn);
+  p.followers = &pools.linear, p.num_followers = 1;
   replay_plan(p);
-  std::vector<u8> row(kItem);
-  for (int i = 0; i < 4; ++i) {
-    SPECSTATE_GPU(cudaMemcpy(row.data(), static_cast<u8*>(device) + dst[at(i)] * kItem, kItem, cudaMemcpyDeviceToHost));
-    EXPECT_EQ(std::memcmp(row.data(), static_cast<u8*>(host) + src[at(i)] * kItem, kItem), 0) << i;
-  }
-  // A swap with such rows on both sides.
-  const SwapShape shape{1, 4, 0, 16};
+  for (std::size_t i = 0; i < 4; ++i) EXPECT_EQ(pools.on_device(dst[i]), pools.on_host(src[i])) << i;
+
+  // A swap of each kind, two positions of 16, four places.
+  constexpr i64 L = 16, H = 4;
+  std::vector<i64> locs(L, src[0]);
+  locs[2] = src[1], locs[9] = src[3];
+  std::vector<i32> places(dst);
+  places.push_back(41);  // of the tail
+  Pair<i64> host_locs({1, L}, locs), ids({1}, {0});
+  Pair<i32> tokens({1, 1, 2}, {9, 2}), lens({1, 1}, {L}), slot_locs({1, H + 1}, places);
+  const auto served = [&](const char* what, const std::function<void(TensorView out)>& swap) {
+    for (const i32 place : dst) SPECSTATE_GPU(cudaMemset(pools.device + LargePools::offset(place), 0xEE, LargePools::kItem));
+    Pair<i32> out({1, 1, 2});
+    swap(out.view(kOn));
+    SPECSTATE_GPU(cudaDeviceSynchronize());
+    const auto bytes = out.download();
+    const i32* const at_places = reinterpret_cast<const i32*>(bytes.data());
+    for (const int i : {0, 1}) {
+      ASSERT_TRUE(std::count(dst.begin(), dst.end(), at_places[i])) << what << ": " << at_places[i];
+      EXPECT_EQ(pools.on_device(at_places[i]), pools.on_host(src[i == 0 ? 3 : 1])) << what << ", " << i;
+    }
+    EXPECT_NE(at_places[0], at_places[1]) << what;
+  };
+  const SwapShape shape{1, H, 0, L};
   Bytes memory(at(swap_state_bytes(shape)));
   SwapState cpu = swap_state_view(shape, memory.host()), state = swap_state_view(shape, memory.device(), {DeviceType::kCuda, 0});
   std::memcpy(cpu.slot_locs.data, dst.data(), 16);
   memory.upload();
   reset_swap_state(state);
-  std::vector<i64> locs(16, kRows - 1);
-  locs[2] = src[1], locs[9] = src[3];
-  Pair<i64> host_locs({1, 16}, locs), ids({1}, {0});
-  Pair<i32> tokens({1, 1, 2}, {9, 2}), lens({1, 1}, {16}), out({1, 1, 2});
-  SwapInParams q;
-  q.top_k_tokens = tokens.view(Where::kDevice), q.seq_lens = lens.view(Where::kDevice), q.req_pool_indices = ids.view(Where::kDevice);
-  q.host_cache_locs = host_locs.view(Where::kDevice), q.buffers = b, q.state = state, q.top_k_device_locs = out.view(Where::kDevice);
-  swap_in(q);
-  SPECSTATE_GPU(cudaDeviceSynchronize());
-  const std::vector<i32> want{dst[0], dst[1]};
-  std::memcpy(out.host(), want.data(), 8);
-  EXPECT_EQ(out.difference(), "");
-  for (int i = 0; i < 2; ++i) {
-    SPECSTATE_GPU(cudaMemcpy(row.data(), static_cast<u8*>(device) + dst[at(i)] * kItem, kItem, cudaMemcpyDeviceToHost));
-    EXPECT_EQ(std::memcmp(row.data(), static_cast<u8*>(host) + src[i == 0 ? 3 : 1] * kItem, kItem), 0) << i;
-  }
+  served("swap_in", [&](TensorView out) {
+    SwapInParams q;
+    q.top_k_tokens = tokens.view(kOn), q.seq_lens = lens.view(kOn), q.req_pool_indices = ids.view(kOn),
+    q.host_cache_locs = host_locs.view(kOn);
+    q.buffers = pools.linear, q.state = state, q.top_k_device_locs = out;
+    swap_in(q);
+  });
+  const auto flat = [](TensorView v) {
+    v.ndim = 2, v.sizes[1] = v.sizes[2], v.strides[1] = 1;
+    return v;
+  };
+  Pair<i32> held({1, H + 1}, std::vector<i32>(H + 1, -1));
+  Pair<i16> order({1, H}, {0, 1, 2, 3});
+  served("swap_in_single", [&](TensorView out) {
+    SwapInSingleParams q;
+    q.top_k_tokens = flat(tokens.view(kOn)), q.seq_lens = lens.view(kOn), q.seq_lens.ndim = 1, q.req_pool_indices = ids.view(kOn);
+    q.host_cache_locs = host_locs.view(kOn), q.buffers = pools.linear, q.top_k_device_locs = flat(out);
+    q.device_buffer_tokens = held.view(kOn), q.device_buffer_locs = slot_locs.view(kOn), q.lru_slots = order.view(kOn);
+    swap_in_single(q);
+  });
+  held.upload();
+  Pair<i64> index({1, 2, 2 * H}, std::vector<i64>(4 * H, -1));
+  Pair<i32> policy({2, H}, std::vector<i32>(2 * H, 0)), scratch({1, 2}, {7, 8}), counters({2, 10}, std::vector<i32>(20, 0)), real({1}, {1});
+  served("swap_in_spec", [&](TensorView out) {
+    SpecSwapParams q;
+    q.top_k_tokens = tokens.view(kOn), q.seq_lens = lens.view(kOn), q.seq_lens.ndim = 1, q.req_pool_indices = ids.view(kOn);
+    q.num_real_reqs = real.view(kOn), q.host_cache_locs = host_locs.view(kOn), q.buffers = pools.linear, q.top_k_device_locs = out;
+    q.device_buffer_tokens = held.view(kOn), q.device_buffer_locs = slot_locs.view(kOn);
+    q.cache_index = index.view(kOn), q.cache_policy = policy.view(kOn), q.scratch_locs = scratch.view(kOn),
+    q.scratch_state = counters.view(kOn);
+    q.limits = SpecSwapParams::Limits::kNone;
+    swap_in_spec(q);
+  });
+
   // Rows by index to the host and back.
   Pair<i64> from({2}, {dst[2], dst[3]}), to({2}, {kRows - 2, 7}), back({2}, {11, kRows - 3});
+  const std::vector<u8> went[2] = {pools.on_device(dst[2]), pools.on_device(dst[3])};
   for (const bool up : {true, false}) {
     CopyRowsParams c;
-    c.src = up ? &b.device_buffer : &b.host_cache, c.dst = up ? &b.host_cache : &b.device_buffer, c.num_layers = 1;
-    c.src_rows = (up ? from : to).view(Where::kDevice), c.dst_rows = (up ? to : back).view(Where::kDevice);
+    c.src = up ? &pools.linear.device_buffer : &pools.linear.host_cache,
+    c.dst = up ? &pools.linear.host_cache : &pools.linear.device_buffer;
+    c.num_layers = 1, c.src_rows = (up ? from : to).view(kOn), c.dst_rows = (up ? to : back).view(kOn);
     copy_rows(c);
   }
   SPECSTATE_GPU(cudaDeviceSynchronize());
-  for (int i = 0; i < 2; ++i) {
-    const u8* const want = static_cast<u8*>(host) + src[at(2 + i)] * kItem;
-    SPECSTATE_GPU(cudaMemcpy(row.data(), static_cast<u8*>(device) + back.values()[i] * kItem, kItem, cudaMemcpyDeviceToHost));
-    EXPECT_EQ(std::memcmp(row.data(), want, kItem), 0) << i;
-    EXPECT_EQ(std::memcmp(static_cast<u8*>(host) + to.values()[i] * kItem, want, kItem), 0) << i;
+  for (const int i : {0, 1}) {
+    EXPECT_EQ(pools.on_device(back.values()[i]), went[i]) << i;
+    EXPECT_EQ(pools.on_host(to.values()[i]), went[i]) << i;
   }
-  cudaFree(device);
-  cudaFreeHost(host);
+
+  // A window whose device rows and reserved host rows lie far out.
+  constexpr i64 P = 2;
+  const SwapShape window{1, H, P, L};
+  Bytes block(at(swap_state_bytes(window)));
+  const SwapState before = swap_state_view(window, block.host());
+  reset_swap_state(before);
+  const std::vector<i32> rows{1, 2, 4, 5, static_cast<i32>(kMiddle + 9), static_cast<i32>(kRows - 11)};
+  std::memcpy(before.slot_locs.data, rows.data(), rows.size() * 4);
+  block.upload();
+  const WindowGroup group{swap_state_view(window, block.device(), {DeviceType::kCuda, 0}), &pools.linear, 1};
+  Pair<i32> widths({1}, {P}), lengths({1}, {H}), opened({1, P});  // beyond the hot slots: nothing moves
+  Pair<i64> reserved({1, L}, std::vector<i64>(L, -1)), committed({1, L}, std::vector<i64>(L, -1));
+  reserved.values()[H] = kMiddle + 77, reserved.values()[H + 1] = kRows - 5;
+  reserved.upload();
+  OpenWindowParams open;
+  open.groups = &group, open.num_groups = 1, open.requests = ids.view(kOn), open.widths = widths.view(kOn),
+  open.lengths = lengths.view(kOn);
+  open.locs = opened.view(kOn);
+  open_window(open);
+  const auto tail = opened.download();
+  std::vector<std::vector<u8>> written;
+  for (i64 i = 0; i < P; ++i) {
+    const i32 place = reinterpret_cast<const i32*>(tail.data())[i];
+    ASSERT_TRUE(place == rows[4] || place == rows[5]) << place;
+    written.emplace_back(LargePools::kItem, static_cast<u8>(0x31 + i));
+    SPECSTATE_GPU(cudaMemcpy(pools.device + LargePools::offset(place), written.back().data(), LargePools::kItem, cudaMemcpyHostToDevice));
+  }
+  AcceptWindowParams accept;
+  accept.groups = &group, accept.num_groups = 1, accept.requests = open.requests, accept.widths = open.widths,
+  accept.accepted = widths.view(kOn);
+  accept.lengths = open.lengths, accept.reserved_rows = reserved.view(kOn), accept.host_cache_locs = committed.view(kOn);
+  accept_window(accept);
+  SPECSTATE_GPU(cudaDeviceSynchronize());
+  for (i64 i = 0; i < P; ++i) EXPECT_EQ(pools.on_host(reserved.values()[H + i]), written[at(i)]) << i;
+
+  // DSv4 pages.
+  constexpr i64 kPagedRows = LargePools::kPages * 64;
+  Pair<i64> there({2}, {kPagedRows - 1, kPagedRows / 2 + 70}), here({2}, {kPagedRows / 2 + 3, kPagedRows - 130});
+  for (const int i : {0, 1}) pools.fill(there.values()[i], true);
+  TransferPagedParams t;
+  t.src = &pools.paged.host_cache, t.dst = &pools.paged.device_buffer, t.num_layers = 1, t.src_indices = there.view(kOn),
+  t.dst_indices = here.view(kOn);
+  transfer_paged(t);
+  SPECSTATE_GPU(cudaDeviceSynchronize());
+  for (const int i : {0, 1}) EXPECT_EQ(pools.on_device(here.values()[i], true), pools.on_host(there.values()[i], true)) << i;
 }
 
 }  // namespace

@@ -21,8 +21,8 @@ struct World {
   std::unique_ptr<Pair<i32>> slot_tokens, slot_locs, scratch;
   std::vector<std::pair<const char*, Bytes*>> arrays;  // that must be equal after a call
 
-  /// `requests`: how many, 0: a few; `hot` slots, 0: as many as fall.
-  World(unsigned seed, bool large, bool native, bool single, i64 requests = 0, i64 hot = 0)
+  /// `requests`: how many, 0: a few; `hot` slots and bytes of a `row`, 0: as many as fall.
+  World(unsigned seed, bool large, bool native, bool single, i64 requests = 0, i64 hot = 0, i64 row = 0)
       : random(seed * 2654435761u + 17), R(random.pick(1, large ? 6 : 5)), H(large ? random.pick(300, 4200) : random.pick(1, 80)) {
     if (requests > 0) R = requests;
     if (hot > 0) H = hot;
@@ -36,6 +36,7 @@ struct World {
     item = kItems[random() % (large ? 8 : 16)];
     paged = (native || single) && random.one_in(5);
     two = !paged && (native || single) && random.one_in(3);
+    if (row > 0) item = row;
     if (paged) item = 584;
     host_rows = R * L + 3;
     device_rows = R * (H + P + C) + 2;
@@ -316,9 +317,9 @@ TEST(HisparseSwapGpu, NativeSwapEqualsTheCpu) {
 
 // ------------------------------------------------------------------------------------------------------- sglang's state
 
-void sglang_world(unsigned seed, bool large, int shapes, int replays) {
-  SCOPED_TRACE(::testing::Message() << "seed " << seed << ", large " << large);
-  World w(seed, large, false, false);
+void sglang_world(unsigned seed, bool large, int shapes, int replays, i64 requests = 0) {
+  SCOPED_TRACE(::testing::Message() << "seed " << seed << ", large " << large << ", requests " << requests);
+  World w(seed, large, false, false, requests, 0, requests > 0 ? 24 : 0);
   i64 Z = 1;
   while (Z < 2 * w.H) Z *= 2;
   const i64 most = large ? 5 * 2048 : 8 * 40, columns = 5 * most + 4 * w.R + (5 * most + 4 * w.R) % 2;
@@ -346,8 +347,8 @@ void sglang_world(unsigned seed, bool large, int shapes, int replays) {
   w.arrays.emplace_back("cache_policy", &policy);
   w.arrays.emplace_back("scratch_state", &counters);
   for (int i = 0; i < shapes; ++i) {
-    Selection s(w.random.pick(1, w.R + 2), w.random.pick(1, large ? 5 : 8), large ? w.random.pick(100, 2048) : w.random.pick(1, 40),
-                !w.random.one_in(4));
+    Selection s(requests > 0 ? requests : w.random.pick(1, w.R + 2), w.random.pick(1, large ? 5 : 8),
+                large ? w.random.pick(100, 2048) : w.random.pick(1, 40), !w.random.one_in(4));
     ASSERT_TRUE(run_shapes(w, s, replays, false, false, 1, large ? 0 : i % 4, [&](Where where, Stream stream) {
       SpecSwapParams p;
       p.top_k_tokens = s.tokens.view(where), p.seq_lens = s.lens32.view(where);
@@ -380,6 +381,7 @@ TEST(HisparseSwapGpu, SglangsStateEqualsTheCpu) {
   for (unsigned seed = 1; seed <= (small() ? 2u : 120u) && !HasFailure(); ++seed)
     sglang_world(seed, false, small() ? 2 : 4, small() ? seed % 2 : 4);
   for (unsigned seed = 1; seed <= (small() ? 0u : 4u) && !HasFailure(); ++seed) sglang_world(1000 + seed, true, 2, 2);
+  if (!small()) sglang_world(2001, false, 2, 2, 256);
 }
 
 // --------------------------------------------------------------------------------------------------------- single step
