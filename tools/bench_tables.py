@@ -3,7 +3,8 @@
 and which rows were measured from older sources than those at hand.
 
 A table stands between two markers and names the results file and a family (or one operation of it), the file's ceilings, `sglang` (where sglang is faster),
-`glance` (the calls that a deployment is sized by, below), `shares` (of what a whole step is made, and the memory of its state) or `targets` (met and missed):
+`glance` (the calls that a deployment is sized by, below), `shares` (of what a whole step is made, and the memory of its state), `targets` (met and missed), or the
+engine's `rates` and those of its `ranks` (from docs/decisions/0013-measured.json):
     <!-- bench cpu matmul/product -->
     <!-- /bench -->
 With two keys it has the values of one down and those of the other across, of the cases that have the values behind them:
@@ -297,7 +298,34 @@ def targets_table(recorded):
     return f"{recorded['device']}, {recorded['date']}.\n\n" + table(["target", "", "met in", "missed in"], rows)
 
 
-SPECIAL = {"targets": targets_table, "ceilings": ceilings_table, "glance": glance_table, "sglang": sglang_table, "shares": shares_table}
+MODES = {"plain": "plain", "dflash": "DFlash", "dspark": "DSpark"}
+
+
+def engine_record(name, digest):
+    """What is recorded of the engine under a name, and a caption."""
+    m = json.loads((ROOT / "docs" / "decisions" / "0013-measured.json").read_text())[name]
+    return m["rows"], f"{m['date']}{'' if m[digest] == source_digest.digest('engine') else OLDER}; tokens a second.\n\n"
+
+
+def rates_table(recorded):
+    rows, caption = engine_record("rates of the engine with a second stream", "source_digest")
+    cells = {}
+    for r in rows:
+        cells.setdefault((r["requests"], not r["deterministic"]), {})[r["mode"]] = number(r["tokens_per_second"])
+    lines = [[str(n), "cuBLASLt's" if library else "row-invariant (`--deterministic`)", *(cells[n, library].get(mode, "") for mode in MODES)] for n, library in sorted(cells)]
+    return f"{recorded['device']}, {caption}" + table(["requests", "products", *MODES.values()], lines)
+
+
+def ranks_table(_):
+    """One card, two, and the ratio."""
+    rows, caption = engine_record("ranks", "engine_source_digest")
+    rate = {(r["mode"], r["requests"], r["ranks"]): r["tokens_per_second"] for r in rows}
+    counts = sorted({n for _, n, _ in rate})
+    cell = lambda mode, n: f"{number(rate[mode, n, 1])}, {number(rate[mode, n, 2])} ({rate[mode, n, 2] / rate[mode, n, 1]:.2f})"  # noqa: E731
+    return f"Two NVIDIA H200, {caption}" + table(["mode", *(f"{n} requests" if n > 1 else "1 request" for n in counts)], [[word, *(cell(mode, n) for n in counts)] for mode, word in MODES.items()])
+
+
+SPECIAL = {"rates": rates_table, "ranks": ranks_table, "targets": targets_table, "ceilings": ceilings_table, "glance": glance_table, "sglang": sglang_table, "shares": shares_table}
 
 
 def render(page, root=None):

@@ -205,6 +205,23 @@ def test_two_keys_make_a_grid(tmp_path):
     )
 
 
+def test_rates_of_the_engine(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_tables, "ROOT", tmp_path)
+    (tmp_path / "docs" / "decisions").mkdir(parents=True)
+    row = lambda mode, n, rate, **more: {"mode": mode, "requests": n, "tokens_per_second": rate, **more}  # noqa: E731
+    now = source_digest.digest("engine")
+    (tmp_path / "docs" / "decisions" / "0013-measured.json").write_text(json.dumps({
+        "rates of the engine with a second stream": {"date": "2026-01-02", "source_digest": now, "rows": [
+            row("plain", 16, 5000.4, deterministic=True), row("dspark", 1, 70.0, deterministic=False), row("plain", 1, 60.0, deterministic=True)]},
+        "ranks": {"date": "2026-01-03", "engine_source_digest": "0", "rows": [row(mode, n, 100.0 * n * ranks, ranks=ranks) for mode in bench_tables.MODES for n in (1, 16) for ranks in (1, 2)]}}))  # fmt: skip
+    assert bench_tables.rates_table({"device": "D"}) == (
+        "D, 2026-01-02; tokens a second.\n\n| requests | products | plain | DFlash | DSpark |\n| --- | --- | --- | --- | --- |\n"
+        "| 1 | row-invariant (`--deterministic`) | 60.0 |  |  |\n| 1 | cuBLASLt's |  |  | 70.0 |\n| 16 | row-invariant (`--deterministic`) | 5 000 |  |  |\n"
+    )
+    ranks = bench_tables.ranks_table({})
+    assert ranks.startswith("Two NVIDIA H200, 2026-01-03 †; tokens a second.") and "| DFlash | 100.0, 200.0 (2.00) | 1 600, 3 200 (2.00) |\n" in ranks
+
+
 def test_where_sglang_is_faster(tmp_path):
     result = lambda case, us, peers, **more: {"case": case, "ours_us": us, "floor_us": 0, "floor": "", "peers": peers, "date": "2026-01-02", **more}  # noqa: E731
     recorded = {"device": "D", "date": "2026-01-02", "results": [
