@@ -844,6 +844,47 @@ TEST_F(KdaGpu, WindowsOfManyPools) {
   }
 }
 
+/// More requests than a dimension of a grid has blocks, most of them padding: the windows of the last ones move, too, and nothing is half done.
+TEST_F(KdaGpu, MoreRequestsThanADimensionOfBlocks) {
+  if (gpu_test::small()) return;
+  constexpr std::int64_t kRequests = 66000, kReal[3] = {3, 65535, kRequests - 1};
+  std::vector<std::int64_t> slots(kRequests, -1), last(kRequests, 0), rows(kRequests, 0), cu(kRequests + 1, 0);
+  for (std::int64_t i = 0; i < 3; ++i) slots[kReal[i]] = 3 - i, last[kReal[i]] = i % 2, rows[kReal[i]] = i;
+  for (std::int64_t r = 0; r < kRequests; ++r) cu[r + 1] = cu[r] + (slots[r] >= 0);
+  Options o;
+  o.H = 1, o.K = o.V = 64, o.lens = {1, 1, 1}, o.rings = false;
+  Case c(o);
+  c.indices("slots", DType::kInt32, slots), c.indices("last", DType::kInt32, last), c.indices("many", DType::kInt32, rows);
+  c.indices("cu", DType::kInt32, cu);
+  Buffer windows;
+  windows.make(DType::kBFloat16, {3, 2, 64, 3});
+  for (std::size_t i = 0; i < windows.count(); ++i) windows.set(i, static_cast<float>(i % 251));
+  windows.upload();
+  for (const bool whole : {false, true}) {  // without rows request n's are row n's
+    RollbackConvWindowsParams p[2];
+    for (const bool gpu : {true, false}) {
+      RollbackConvWindowsParams& x = p[gpu];
+      x.pool = c.b["cs_k"].view(gpu), x.windows = windows.view(gpu), x.slots = c.b["slots"].view(gpu);
+      x.last_correct_step = c.b["last"].view(gpu);
+      if (whole)
+        x.windows.sizes[0] = kRequests, x.windows.strides[0] = 0;
+      else
+        x.rows = c.b["many"].view(gpu);
+      rollback_conv_windows(&x, 1);
+    }
+    const std::vector<unsigned char> want = c.b["cs_k"].host;
+    EXPECT_TRUE(c.taken({"cs_k"}).at("cs_k") == want) << whole;
+  }
+  decode(c.step<DecodeParams>(true));
+  decode(c.step<DecodeParams>(false));
+  std::map<std::string, std::vector<unsigned char>> want;
+  const std::vector<std::string> names = {"cs_q", "cs_k", "cs_v", "state", "out"};
+  for (const auto& name : names) want[name] = c.b[name].host;
+  const auto got = c.taken(names);
+  for (const auto& name : {"cs_q", "cs_k", "cs_v"}) EXPECT_TRUE(got.at(name) == want.at(name)) << name;
+  for (const auto& name : {"state", "out"}) EXPECT_LT(compare(c.b[name], got.at(name), want.at(name)).relative, 1e-2) << name;
+}
+
 /// A verify with pending tokens is a fold and a verify, in every form: outputs, records, windows, snapshots and states.
 TEST_F(KdaGpu, DeferredFoldIsAFoldBefore) {
   for (Options o : cases())

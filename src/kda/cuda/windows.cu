@@ -12,8 +12,11 @@ namespace {
 
 constexpr int kThreads = 256;
 
-/// Block (channels, request, pool: first for all slots, then for all track slots). Rows and slots outside are skipped.
-__global__ void __launch_bounds__(kThreads) rollback_kernel(const __grid_constant__ RollbackPools pools) {
+/// Requests of one launch: a dimension of blocks.
+constexpr std::int64_t kSlice = 65535;
+
+/// Block (channels, request from `first` on, pool: first for all slots, then for all track slots). Rows and slots outside are skipped.
+__global__ void __launch_bounds__(kThreads) rollback_kernel(const __grid_constant__ RollbackPools pools, std::int64_t first) {
   const RollbackCall& a = pools.each;
   const bool track = static_cast<int>(blockIdx.z) >= pools.count;
   const int number = static_cast<int>(blockIdx.z) - (track ? pools.count : 0);
@@ -21,7 +24,7 @@ __global__ void __launch_bounds__(kThreads) rollback_kernel(const __grid_constan
   pool.data = pools.at[number].pool, windows.data = pools.at[number].windows;
   wait_for_predecessor();
   launch_successor();
-  const std::int64_t n = blockIdx.y;
+  const std::int64_t n = first + blockIdx.y;
   const Index slots = track ? a.track_slots : a.slots, steps = track ? a.track_steps : a.steps_of;
   const Coming slot_of = ask<false>(slots, n), step_of = ask<false>(steps, n), row_of = ask<false>(a.rows, n);
   const std::int64_t slot = slot_of.value(slots), step = step_of.value(steps), row = a.rows ? row_of.value(a.rows) : n;
@@ -41,13 +44,13 @@ __global__ void __launch_bounds__(kThreads) rollback_kernel(const __grid_constan
   }
 }
 
-/// After a decode: the last three inputs of each request. Block (channels, request, q or k or v). It follows the kernel that reads the
+/// After a decode: the last three inputs of each request. Block (channels, request from `first` on, q or k or v). It follows the kernel that reads the
 /// windows, because the CTAs of several value heads and rows read one head's.
-__global__ void __launch_bounds__(kThreads) advance_kernel(const __grid_constant__ VerifyCall a) {
+__global__ void __launch_bounds__(kThreads) advance_kernel(const __grid_constant__ VerifyCall a, std::int64_t first) {
   wait_for_predecessor();
   launch_successor();
   const Channel& c = blockIdx.z == 0 ? a.q : blockIdx.z == 1 ? a.k : a.v;
-  const std::int64_t dim = blockIdx.z == 2 ? a.V : a.K, heads = blockIdx.z == 2 ? a.HV : a.H, r = blockIdx.y, each = a.T / a.N;
+  const std::int64_t dim = blockIdx.z == 2 ? a.V : a.K, heads = blockIdx.z == 2 ? a.HV : a.H, r = first + blockIdx.y, each = a.T / a.N;
   const std::int64_t slot = index(a.slots, r), begin = a.cu ? index(a.cu, r) : r * each, end = a.cu ? index(a.cu, r + 1) : begin + each;
   const std::int64_t channel = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (channel >= heads * dim || slot <= a.null_slot || slot < 0 || slot >= a.pool || begin < 0 || begin >= end || end > a.T) return;
@@ -107,14 +110,19 @@ void clear(const VerifyCall& a, Stream stream) {
 }
 
 void rollback(const RollbackPools& a, Stream stream) {
-  const dim3 grid(specstate::cuda::blocks_for(a.each.channels, 4 * kThreads), static_cast<unsigned>(a.each.N),
-                  static_cast<unsigned>(a.count * (a.each.track_slots ? 2 : 1)));
-  specstate::cuda::launch(rollback_kernel, {.grid = grid, .block = kThreads, .overlap = forced().overlap}, stream, a);
+  for (std::int64_t first = 0; first < a.each.N; first += kSlice) {
+    const dim3 grid(specstate::cuda::blocks_for(a.each.channels, 4 * kThreads), static_cast<unsigned>(std::min(a.each.N - first, kSlice)),
+                    static_cast<unsigned>(a.count * (a.each.track_slots ? 2 : 1)));
+    specstate::cuda::launch(rollback_kernel, {.grid = grid, .block = kThreads, .overlap = forced().overlap}, stream, a, first);
+  }
 }
 
 void advance_windows(const VerifyCall& a, Stream stream) {
-  const dim3 grid(specstate::cuda::blocks_for(std::max(a.H * a.K, a.HV * a.V), kThreads), static_cast<unsigned>(a.N), 3);
-  specstate::cuda::launch(advance_kernel, {.grid = grid, .block = kThreads, .overlap = forced().overlap}, stream, a);
+  for (std::int64_t first = 0; first < a.N; first += kSlice) {
+    const dim3 grid(specstate::cuda::blocks_for(std::max(a.H * a.K, a.HV * a.V), kThreads),
+                    static_cast<unsigned>(std::min(a.N - first, kSlice)), 3);
+    specstate::cuda::launch(advance_kernel, {.grid = grid, .block = kThreads, .overlap = forced().overlap}, stream, a, first);
+  }
 }
 
 }  // namespace specstate::kda::cuda
