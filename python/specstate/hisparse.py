@@ -10,8 +10,8 @@ host_cache [Nh, ...] and device_buffer [Nd, ...] hold rows of the same number of
 are a second pair, moved by the same plan. `layout` says how rows lie: "linear", or "dsv4" for pages of 64 rows in 37440 bytes; under
 sglang's names item_size_bytes says how long a row is. A miss plan is miss_src [>=B, >=S*K] int64 host rows, miss_dst (same) int32
 device rows and miss_count [>=B] int32: what was copied, for a layer that shares the selection. num_real_reqs [1] int32: rows from
-there on are padding. skip_io moves no bytes. sm_budget (CUDA): the most SMs that a call may occupy beside other work, 0 for as many as
-help. `out=` is where the result goes;
+there on are padding. skip_io moves no bytes. sm_budget (CUDA) bounds the SMs that a call occupies beside other work, 0 for as many as help; what of a
+call it bounds stands with each function, results do not depend on it, and calls on the CPU ignore it. `out=` is where the result goes;
 `stream=` is a CUDA stream (an int, or an object with `cuda_stream`, `ptr` or `__cuda_stream__`), by default the framework's current
 one; CPU calls ignore it.
 
@@ -182,6 +182,7 @@ def swap_in(
     follower_host_cache [Nh', ...], follower_device_buffer [Nd', ...] (both or neither), follower_host_cache_v, follower_device_buffer_v (likewise): a tensor
     or a list of them, layers in lockstep that get the same rows of their own pools, as by `replay_plan` of the plan (which must be given) behind this
     call; Nh' >= Nh, Nd' >= Nd, rows of a size of their own. On a GPU their rows are asked for while this layer's are on their way.
+    sm_budget: of the whole call, its followers' copies too; where the tables of a request need the shared memory of more SMs, it takes those.
     Returns the device rows [B, S, K] int32; -1 for tokens outside 0..seq_len-1, without a host row, or for which no row was left.
     """
     if out is None:
@@ -257,6 +258,7 @@ def swap_in_single(
     [Nd, ...] of rows of the same number of bytes, and a second pair that the same resolve moves; req_pool_indices, seq_lens [B] int32 or
     int64; lru_slots [R, H] int16, or int32 beyond 32767 slots: a permutation, oldest first. The tables and lru_slots are advanced in place.
     miss_src [>=B, >=K] int64, miss_dst (same) int32, miss_count [>=B] int32: the copies, for `replay_plan`.
+    sm_budget: of the whole call; where the tables of a request need the shared memory of more SMs, it takes those.
     Returns the device rows [B, K] int32; -1 for tokens outside 0..seq_len-1 or without a host row. seq_len <= H: slot t holds token t.
     """
     if out is None:
@@ -345,7 +347,7 @@ def replay_plan(
     int32, None: all rows. host_cache [Nh, ...], device_buffer [Nd, ...]: rows of the same number of bytes, which may differ from layer to layer;
     host_cache_v, device_buffer_v: second pairs. A pair with a negative miss_dst is skipped; any other row outside, a negative miss_src with them, is a ValueError (on CUDA: skipped).
     arrived [one element a follower] int32, zeros before the first use: rows come one follower behind the other, and `await_follower` waits for one's, once before
-    the next replay; on the CPU a sign that was not awaited is a ValueError. Returns None.
+    the next replay; on the CPU a sign that was not awaited is a ValueError. sm_budget: of the copies, which have those SMs to themselves. Returns None.
     """
     _replay("replay_plan", **dict(locals(), paged=_paged(layout)))
 
@@ -376,8 +378,9 @@ def await_follower(arrived, follower, *, stream=None):
     """What comes behind this in `stream` finds the rows of follower `follower` there, of a `replay_plan` that was given `arrived` [followers] int32.
 
     That replay may be in another stream and has been called before; each of its followers is awaited once before the next one. On a GPU one warp waits, so
-    kernels of both streams must be able to run at the same time. On the CPU, where calls are done when they return, a follower that has not arrived, or a sign
-    that no replay has set, is a ValueError.
+    kernels of both streams must be able to run at the same time (within one CUDA graph: on branches of their own). A sign that does not come within 20
+    seconds is a trap: the wait gives up, CUDA reports a launch failure at the next call, and the process can use that GPU no more. On the CPU, where
+    calls are done when they return, a follower that has not arrived, or a sign that no replay has set, is a ValueError.
     """
     function("hisparse_await_follower")(array_out("arrived", arrived), integer("follower", follower), stream_handle(stream, arrived))
 
@@ -386,7 +389,7 @@ def transfer_paged(src, dst, src_indices, dst_indices, *, sm_budget=0, stream=No
     """Copies DSv4 rows: for every layer, row src_indices[i] of src[layer] goes to row dst_indices[i] of dst[layer].
 
     src, dst: one buffer of whole 37440-byte pages (64 rows), dense, or a list, one a layer; src_indices, dst_indices [N] int32 or int64, of one
-    dtype. A destination named twice, or that is also a source, is undefined.
+    dtype. A destination named twice, or that is also a source, is undefined. sm_budget: of the copies.
     """
     src, dst = _list("src", src, array_in), _list("dst", dst, array_out)
     if len(src) != len(dst):
@@ -462,7 +465,8 @@ def load_cache_to_device_buffer_spec_mla(
     int64; req_pool_indices [B] int64; seq_lens [B*S] int32; state: HiSparseSpecState; num_real_reqs [1] int32.
     Padded rows give 0. state.scratch_state[0, r] publishes all distinct misses, miss_count those that were served.
     strict_sglang: None keeps the documented contract (2 to 4 steps), True also the limits of sglang's compiled kernel, False lifts
-    both. Errors carry sglang's texts: ValueError, and RuntimeError where sglang's C++ side checks.
+    both. Errors carry sglang's texts: ValueError, and RuntimeError where sglang's C++ side checks. sm_budget: of the whole call; where the tables
+    of a request need the shared memory of more SMs, it takes those.
     """
     limits = 0 if strict_sglang is None else 1 if flag("strict_sglang", strict_sglang) else 2
     cache_index, cache_policy, scratch_locs, scratch_state = group("state", state, HiSparseSpecState)
@@ -493,7 +497,7 @@ def load_cache_to_device_buffer_mla(
     top_k_tokens, top_k_device_locs [B, K] int32; device_buffer_tokens, device_buffer_locs [R, >=H+1] int32, column H the newest
     token; host_cache_locs [R, L] int64; lru_slots [R, H] int16, oldest first; req_pool_indices, seq_lens [B] int32 or int64.
     num_top_k = K, hot_buffer_size = H. seq_len <= H: slot t holds token t. Padded rows and invalid tokens give -1. page_size is accepted and ignored, block_size (1 to
-    1024) is a hint. skip_io moves no bytes.
+    1024) is a hint. skip_io moves no bytes. sm_budget: as in `swap_in_single`.
     """
     _single("load_cache_to_device_buffer_mla", **locals())
 
@@ -515,7 +519,7 @@ def load_blocks_to_device_buffer_mha(
     """Single-step swap-in of blocks of sparse_block_size tokens with one K and one V row a token.
 
     top_k_blocks [B, n] int32; top_k_device_locs [B, >= n * sparse_block_size] int32; host_cache_k and host_cache_v [Nh, ...], device_buffer_k and
-    device_buffer_v [Nd, ...], host rows item_size_bytes apart; the rest as `load_cache_to_device_buffer_mla`.
+    device_buffer_v [Nd, ...], host rows item_size_bytes apart; the rest, sm_budget too, as `load_cache_to_device_buffer_mla`.
     """
     op = "load_blocks_to_device_buffer_mha"
     arguments = locals()
@@ -554,7 +558,7 @@ def copy_cache_planned_mla(
 ):  # fmt: skip
     """Replays rows 0..num_real_reqs-1 (None: all) of a recorded miss plan for a shared-index layer.
 
-    is_dsv4_layout: the buffers hold DSv4 pages. num_blocks (>= 1) and block_size (1 to 1024) are hints.
+    is_dsv4_layout: the buffers hold DSv4 pages. num_blocks (>= 1) and block_size (1 to 1024) are hints. sm_budget: of the copies.
     """
     op = "copy_cache_planned_mla"
     arguments = dict(locals(), paged=flag("is_dsv4_layout", is_dsv4_layout))
@@ -567,6 +571,7 @@ def transfer_cache_dsv4_mla(src_ptrs, dst_ptrs, src_indices, dst_indices, block_
     """Copies DSv4 rows between buffers given by address: src_ptrs, dst_ptrs [layers] uint64; src_indices, dst_indices [N] int64.
 
     Addresses cannot be checked beyond being non-zero, indices beyond being >= 0. N = 0 does nothing. block_size (1 to 1024) is a hint.
+    sm_budget: of the copies.
     """
     _hint("transfer_cache_dsv4_mla", "block_size", block_size, 1024)
     function("hisparse_transfer_paged_pointers")(
@@ -607,7 +612,8 @@ class Coordinator:
     call enqueues its work on `stream` (default: the framework's current one) and returns without waiting, and S * K of a swap is at most
     hot + scratch. A step whose accepted counts only the GPU has: ``begin_step`` on the host; ``open_step``, swaps, followers, attention and
     ``close_step``, which can be captured in a CUDA graph and replayed with other contents; ``end_step`` whenever the host has read the
-    counts. The calls of one Coordinator are ordered by the caller: on one stream, or by events. sm_budget: as everywhere here.
+    counts. The calls of one Coordinator are ordered by the caller: on one stream, or by events. sm_budget: of each swap and
+    of each copy for followers.
     """
 
     STATES = ("free", "active", "verifying", "retracted")
