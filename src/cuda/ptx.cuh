@@ -94,13 +94,16 @@ __device__ __forceinline__ void barrier_init(std::uint64_t* barrier, std::uint32
   SPECSTATE_SM90(asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared(barrier)), "r"(arrivals) : "memory"));
 }
 __device__ __forceinline__ void fence_barriers() { SPECSTATE_SM90(asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory")); }
-__device__ __forceinline__ void barrier_arrive(std::uint64_t* barrier) {
-  SPECSTATE_SM90(asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared(barrier)) : "memory"));
-}
-/// The same and barrier_wait() by address.
+/// By address.
 __device__ __forceinline__ void barrier_arrive_at(std::uint32_t barrier) {
   SPECSTATE_SM90(asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"));
 }
+__device__ __forceinline__ void barrier_arrive(std::uint64_t* barrier) { barrier_arrive_at(shared(barrier)); }
+/// Arrives, and lets the phase also wait for `bytes` of bulk copies.
+__device__ __forceinline__ void barrier_expect(std::uint64_t* barrier, std::uint32_t bytes) {
+  SPECSTATE_SM90(asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared(barrier)), "r"(bytes) : "memory"));
+}
+/// Until the phase of this parity (0, 1, 0, ...) is complete; by address.
 __device__ __forceinline__ void barrier_wait_at(std::uint32_t barrier, std::uint32_t parity) {
   SPECSTATE_SM90(
       asm volatile("{\n"
@@ -112,22 +115,7 @@ __device__ __forceinline__ void barrier_wait_at(std::uint32_t barrier, std::uint
                    "r"(parity)
                    : "memory"));
 }
-/// Arrives, and lets the phase also wait for `bytes` of bulk copies.
-__device__ __forceinline__ void barrier_expect(std::uint64_t* barrier, std::uint32_t bytes) {
-  SPECSTATE_SM90(asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared(barrier)), "r"(bytes) : "memory"));
-}
-/// Until the phase of this parity (0, 1, 0, ...) is complete.
-__device__ __forceinline__ void barrier_wait(std::uint64_t* barrier, std::uint32_t parity) {
-  SPECSTATE_SM90(
-      asm volatile("{\n"
-                   ".reg .pred done;\n"
-                   "again:\n"
-                   "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-                   "@!done bra again;\n"
-                   "}\n" ::"r"(shared(barrier)),
-                   "r"(parity)
-                   : "memory"));
-}
+__device__ __forceinline__ void barrier_wait(std::uint64_t* barrier, std::uint32_t parity) { barrier_wait_at(shared(barrier), parity); }
 /// Whether it is complete.
 __device__ __forceinline__ bool barrier_passed(std::uint64_t* barrier, std::uint32_t parity) {
   std::uint32_t done = 0;
