@@ -1,6 +1,7 @@
 #include "accept/check.hpp"
 
 #include <cmath>
+#include <limits>
 
 #include "accept/layout.hpp"
 #include "core/match.hpp"
@@ -27,6 +28,13 @@ void read_lengths(const Checker& check, const char* name, const TensorView& t, s
   }
 }
 
+constexpr std::int64_t kMostLength = std::numeric_limits<std::int32_t>::max();  // what the int32 results hold
+
+void check_width(const Checker& check, std::int64_t width, const TensorView& candidates) {
+  if (width < 1) check.fail("candidates", "at least one column (the last emitted token)", "shape " + shape_text(candidates));
+  if (width > kMostLength) check.fail("candidates", "at most 2147483647 columns", "shape " + shape_text(candidates));
+}
+
 /// Every entry of a matrix within [low, high]; NaN is outside.
 void read_range(const Checker& check, const char* name, const TensorView& t, double low, double high, const char* expected) {
   if (!t.given() || !core::host_reads(t)) return;
@@ -44,7 +52,7 @@ VerifyGreedyArgs check(const VerifyGreedyParams& p) {
   Checker check("verify_greedy");
   Sym b("b"), W("W");
   check.arg("candidates", p.candidates).required().dtype(kInt).shape({b, W}).same_device();
-  if (W < 1) check.fail("candidates", "at least one column (the last emitted token)", "shape " + shape_text(p.candidates));
+  check_width(check, W, p.candidates);
   check.arg("target_argmax", p.target_argmax).required().dtype_of("candidates", p.candidates).shape({b, W}).same_device();
   check.arg("verify_lens", p.verify_lens).dtype(kInt).shape({b}).same_device();
   check.arg("accept_lens", p.accept_lens).required().dtype(DType::kInt32).shape({b}).same_device().written();
@@ -75,7 +83,7 @@ VerifyRejectionArgs check(const VerifyRejectionParams& p) {
   Sym b("b"), W("W"), V("V");
   const auto probabilities = {DType::kFloat32, DType::kFloat64, DType::kBFloat16, DType::kFloat16};
   check.arg("candidates", p.candidates).required().dtype(kInt).shape({b, W}).same_device();
-  if (W < 1) check.fail("candidates", "at least one column (the last emitted token)", "shape " + shape_text(p.candidates));
+  check_width(check, W, p.candidates);
   check.arg("target_probs", p.target_probs).required().dtype(probabilities).shape({b, W, V}).same_device();
   if (V < 1) check.fail("target_probs", "at least one id", "shape " + shape_text(p.target_probs));
   check.arg("draft_probs", p.draft_probs).dtype(probabilities).shape({b, W.value() - 1, V}).same_device();
@@ -94,6 +102,7 @@ PlanVerifyLengthsArgs check(const PlanVerifyLengthsParams& p) {
   Sym b("b"), G("G"), n("n");
   const auto reals = {DType::kFloat32, DType::kFloat64};
   check.arg("confidences", p.confidences).required().dtype(reals).shape({b, G}).same_device();
+  if (G >= kMostLength) check.fail("confidences", "at most 2147483646 proposals a row", "shape " + shape_text(p.confidences));
   check.arg("lagged_confidences", p.lagged_confidences).dtype(reals).shape({b, G}).same_device();
   const bool table = p.probe_tokens.given() || p.steps_per_second.given();
   if (table) {

@@ -85,7 +85,9 @@ class ArgCheck {
   /// Same device as the first argument of this checker that was given.
   ArgCheck& same_device();
   ArgCheck& aligned(std::int64_t bytes);
-  /// Its rows are moved as bytes, on whatever device, so it may lie at any address; everything else lies at a multiple of its elements.
+  /// There is memory at a place for its elements, on whatever device: what `same_device()` and `written()` ask, too.
+  ArgCheck& memory();
+  /// The same, but its rows are moved as bytes, so it may lie at any address.
   ArgCheck& as_bytes();
   /// Exact text of the ValueError of the checks that follow (empty: back to the default text). It must outlive them.
   ArgCheck& text(std::string_view exact) {
@@ -109,7 +111,10 @@ class Checker {
  public:
   explicit Checker(const char* op) : op_(op) {}
   /// The checks of an argument that was not given are skipped, except `required()`.
-  ArgCheck arg(const char* name, const TensorView& t) { return ArgCheck(*this, name, t); }
+  ArgCheck arg(const char* name, const TensorView& t) {
+    if (t.ndim > kMaxDims) fail(name, "at most 8 dimensions", std::to_string(t.ndim));
+    return ArgCheck(*this, name, t);
+  }
   /// "{op}: {name}: expected {expected}, got {got}."
   [[noreturn]] void fail(std::string_view name, std::string_view expected, std::string_view got) const;
   /// Texts that cost something to make are made even where all is well: on the way of every call, `if (!ok) check.fail(..)` instead.
@@ -126,7 +131,9 @@ class Checker {
   void outputs_apart() const;
   /// Of a call over several items (layers) with the same argument names: what comes now belongs to the next one, and is kept apart
   /// from the outputs of all.
-  void next_item() { ++item_; }
+  void next_item() {
+    if (++item_ == 2) first_item_ = seen_.size();
+  }
   const char* op() const { return op_; }
   /// Device of the first `same_device()` argument.
   const Device& device() const { return device_; }
@@ -140,12 +147,15 @@ class Checker {
     bool written;
     int item;
   };
+  /// Of many arguments in less time than each output beside each: no two ranges of addresses meet.
+  bool clearly_apart() const;
   void see(const char* name, const TensorView& t, bool written, bool bytes);
 
   DefaultFloatEnv env_;  // what a check computes from numbers does not depend on the caller's modes either
   const char* op_;
   std::vector<Seen> seen_;
   int item_ = 0;
+  std::size_t first_item_ = 0;  // so many of `seen_` are the first item's, or before it
   Device device_{};
   const char* device_of_ = nullptr;
 };

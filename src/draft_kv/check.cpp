@@ -77,7 +77,10 @@ void check_scale(Checker& check, const char* name, const TensorView& t, std::int
   check.arg(name, t).dtype({DType::kFloat32, DType::kFloat64});
   if (t.ndim > 1 || (t.ndim == 1 && t.sizes[0] != layers))
     check.fail(name, "a number or shape [L=" + std::to_string(layers) + "]", shape_text(t));
-  if (!is_number(t)) check.arg(name, t).same_device();
+  if (is_number(t))
+    check.arg(name, t).memory();
+  else
+    check.arg(name, t).same_device();
 }
 
 /// The divisor of each layer: 1 where none is given; anything else needs an fp8 pool.
@@ -181,7 +184,7 @@ MaterializeArgs check(const MaterializeIntoPoolParams& p) {
   if (p.commit_lens.given()) slot_mapping.required();
   if (p.commit_lens.given() || p.slot_mapping.ndim == 2) {
     slot_mapping.shape({b, W});
-    if (b * W != T)
+    if (W == 0 ? T != 0 : T % W != 0 || T / W != b)
       check.fail("slot_mapping", "shape [b, W] with b * W = " + std::to_string(T.value()) + " rows of ctx_hidden",
                  shape_text(p.slot_mapping));
   } else {
@@ -227,7 +230,7 @@ MaterializeArgs check(const MaterializeIntoPoolParams& p) {
     return a;
   }
   if (p.commit_lens.given())
-    for (std::int64_t r = 0; r < b; ++r) {
+    for (std::int64_t r = 0; W > 0 && r < b; ++r) {
       const std::int64_t n = core::load_index(p.commit_lens, r);
       if (n < 0 || n > W) check.fail("commit_lens", "lengths in 0.." + std::to_string(W.value()), std::to_string(n) + at(r));
     }

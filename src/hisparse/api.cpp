@@ -17,6 +17,10 @@ void check_shape(const char* op, const SwapShape& s) {
     const std::int64_t least = name == std::string("tail") || name == std::string("requests") ? 0 : 1;
     check.require(n >= least && n <= INT32_MAX, name, std::to_string(least) + " to 2147483647", std::to_string(n));
   }
+  const std::int64_t of_request = 4 * (2 * (s.hot + s.tail) + s.hot + s.context + 1) + 5 * layout::kBlockAlign;  // at most
+  if (s.requests > INT64_MAX / of_request)
+    check.fail("requests", "a state whose bytes 64 bits can count",
+               std::to_string(s.requests) + " of " + std::to_string(of_request) + " bytes");
 }
 constexpr core::Names kBlockNames = {
     {"top_k_tokens", "top_k_blocks"}, {"host_cache", "host_cache_k"}, {"device_buffer", "device_buffer_k"}};

@@ -163,6 +163,10 @@ CopyArgs check_buffers(Checker& check, const LayerNames& names, const KvBuffers&
   return args;
 }
 
+void check_count(const Checker& check, const char* name, const TensorView& list) {
+  if (list.sizes[0] > INT32_MAX) check.fail(name, fmt::format("at most {} entries", INT32_MAX), "shape " + shape_text(list));
+}
+
 void check_item(const Checker& check, const char* name, std::int64_t bytes) {
   if (bytes > INT32_MAX) check.fail(name, fmt::format("rows of at most {} bytes", INT32_MAX), fmt::format("rows of {} bytes", bytes));
 }
@@ -227,6 +231,7 @@ SwapInArgs check(const SwapInParams& p, std::vector<CopyArgs>& followers) {
   check_occurrences(S, K);
   check.arg("seq_lens", p.seq_lens).required().dtype({DType::kInt32, DType::kInt64}).shape({B, S}).same_device();
   check.arg("req_pool_indices", p.req_pool_indices).required().dtype({DType::kInt32, DType::kInt64}).shape({B}).same_device();
+  check_count(check, "req_pool_indices", p.req_pool_indices);
   SwapInArgs a{};
   a.op = "swap_in";
   a.locs_name = "state.slot_locs";
@@ -390,6 +395,7 @@ SpecSwapArgs check(const SpecSwapParams& p) {
                shape_text(p.device_buffer_tokens));
   check.arg("device_buffer_locs", p.device_buffer_locs).required().dtype(DType::kInt32).shape({Dim::any("R"), W}).same_device();
   check.arg("req_pool_indices", p.req_pool_indices).required().dtype(DType::kInt64).shape({B}).same_device();
+  check_count(check, "req_pool_indices", p.req_pool_indices);
   Sym BS("B*S", B * S);
   check.arg("seq_lens", p.seq_lens).required().dtype(DType::kInt32).shape({BS}).same_device();
   check.arg("num_real_reqs", p.num_real_reqs).required();
@@ -467,6 +473,8 @@ SwapInSingleArgs check(const SwapInSingleParams& p) {
   check.arg("req_pool_indices", p.req_pool_indices).required().dtype({DType::kInt32, DType::kInt64}).shape({B}).same_device();
   check.arg("seq_lens", p.seq_lens).required().dtype({DType::kInt32, DType::kInt64}).shape({B}).same_device();
 
+  check_count(check, "req_pool_indices", p.req_pool_indices);
+
   SwapInSingleArgs a{};
   a.op = p.op;
   a.num_real = check_num_real(check, p.num_real_reqs);
@@ -542,6 +550,7 @@ TransferArgs check(const TransferPagedParams& p, std::vector<TransferLayer>& lay
   Sym N("N");
   check.arg("src_indices", p.src_indices).required().dtype({DType::kInt32, DType::kInt64}).shape({N}).same_device();
   check.arg("dst_indices", p.dst_indices).required().dtype(p.src_indices.dtype).shape({N}).same_device();
+  check_count(check, "src_indices", p.src_indices);
   layers.clear();
   check.array("src", p.src, "num_layers", p.num_layers);
   check.array("dst", p.dst, "num_layers", p.num_layers);
@@ -574,6 +583,7 @@ TransferArgs check(const TransferPagedPointersParams& p, std::vector<TransferLay
   check.arg("dst_ptrs", p.dst_ptrs).required().dtype({DType::kUInt64, DType::kInt64}).shape({L}).same_device();
   check.arg("src_indices", p.src_indices).required().dtype(DType::kInt64).shape({N}).same_device();
   check.arg("dst_indices", p.dst_indices).required().dtype(DType::kInt64).shape({N}).same_device();
+  check_count(check, "src_indices", p.src_indices);
   layers.clear();
   if (N > 0 && core::host_reads(p.src_ptrs)) {  // on a GPU the addresses are the kernel's to read
     for (std::int64_t i = 0; i < L; ++i) {

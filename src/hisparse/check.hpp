@@ -41,6 +41,8 @@ class LayerNames {
 };
 /// Geometry of one layer's buffers, both ends written (backups go to the host). That layers are apart is `outputs_apart()`'s to say.
 CopyArgs check_buffers(core::Checker& check, const LayerNames& names, const KvBuffers& buffers, RowLayout layout);
+/// Kernels count a batch, or a list of rows, in 32 bits; a broadcast one may be longer than anyone waits for.
+void check_count(const core::Checker& check, const char* name, const TensorView& list);
 /// Kernels count the bytes of a row in 32 bits.
 void check_item(const core::Checker& check, const char* name, std::int64_t bytes);
 /// Are rows DSv4-paged? A layout that is none of the two is refused.

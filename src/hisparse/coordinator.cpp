@@ -73,6 +73,7 @@ void Coordinator::Impl::outcome_known(std::int64_t r) const {
 // ---------------------------------------------------------------------------------------------------------------- set-up
 
 namespace {
+constexpr std::int64_t kMostLayers = 1 << 20;
 bool fits(std::int64_t n, std::int64_t most) { return n >= 0 && n <= most; }
 }  // namespace
 
@@ -82,6 +83,7 @@ void Coordinator::Impl::set_up(const CoordinatorConfig& given, std::int64_t loca
   device.type = gpu ? DeviceType::kCuda : DeviceType::kCpu;
   CoordinatorConfig& c = config;
   if (layers < 1) refuse("host_cache", "at least one layer", layers);
+  if (layers > kMostLayers) refuse("host_cache", fmt::format("at most {} layers", kMostLayers), layers);
   if (c.requests < 1) refuse("requests", ">= 1", c.requests);
   if (c.page_size < 1) refuse("page_size", ">= 1", c.page_size);
   if (!fits(c.first_layer, INT32_MAX)) refuse("first_layer", fmt::format("0..{}", INT32_MAX), c.first_layer);
@@ -122,10 +124,17 @@ void Coordinator::Impl::set_up(const CoordinatorConfig& given, std::int64_t loca
     }
     group(l).layers.push_back(l);
   }
-  if (!gpu) return;
-  if (static_cast<std::int64_t>(groups.size()) < layers && c.top_k < 1)
+  if (gpu && static_cast<std::int64_t>(groups.size()) < layers && c.top_k < 1)
     refuse("top_k", ">= 1 on a GPU, where the plans of followers have a fixed size", c.top_k);
-  most_selected = c.top_k > 0 ? std::min(kMaxOccurrences, c.window > kMaxOccurrences / c.top_k ? kMaxOccurrences : c.window * c.top_k) : 0;
+  if (gpu)
+    most_selected =
+        c.top_k > 0 ? std::min(kMaxOccurrences, c.window > kMaxOccurrences / c.top_k ? kMaxOccurrences : c.window * c.top_k) : 0;
+  if (request_bytes() > INT64_MAX / 2 / c.requests) too_large();
+}
+
+void Coordinator::Impl::too_large() const {
+  refuse("requests", fmt::format("tables that fit the memory (about {} bytes a request: hot, tail, scratch, context)", request_bytes()),
+         std::to_string(config.requests));
 }
 
 std::int64_t Coordinator::table_bytes(const CoordinatorConfig& config, std::int64_t layers) {
@@ -166,14 +175,6 @@ Coordinator::Coordinator(const CoordinatorConfig& given, std::span<const KvBuffe
   for (std::int64_t i = c.device_rows; i-- > 0;) m.free_device.push_back(static_cast<std::int32_t>(i));
   for (std::int64_t p = c.host_rows / c.page_size; p-- > 0;) m.free_pages.push_back(p);
 
-  // About the bytes of the tables; they may be asked for in sizes that no memory has.
-  const auto request_bytes =
-      static_cast<std::int64_t>(m.groups.size()) * (12 * m.columns + 4 * c.context) + 4 * m.per_request + 12 * c.context + 64;
-  const auto too_large = [&] {
-    refuse("requests", fmt::format("tables that fit the memory (about {} bytes a request: hot, tail, scratch, context)", request_bytes),
-           std::to_string(c.requests));
-  };
-  if (request_bytes > INT64_MAX / c.requests) too_large();
   Carver place{.device = m.device};
   try {
     m.requests.resize(at(c.requests));
@@ -195,9 +196,9 @@ Coordinator::Coordinator(const CoordinatorConfig& given, std::span<const KvBuffe
       place.base += (layout::kBlockAlign - reinterpret_cast<std::uintptr_t>(place.base) % layout::kBlockAlign) % layout::kBlockAlign;
     }
   } catch (const std::bad_alloc&) {
-    too_large();
+    m.too_large();
   } catch (const std::length_error&) {
-    too_large();
+    m.too_large();
   }
   check.outputs_apart();
   place.used = 0;
@@ -417,6 +418,7 @@ namespace {
 core::Sym check_step(core::Checker& check, const StepBatch& s, const std::int32_t** num_real) {
   core::Sym B("B");
   check.arg("requests", s.requests).required().dtype({DType::kInt32, DType::kInt64}).shape({B}).same_device();
+  check_count(check, "requests", s.requests);
   check.arg("widths", s.widths).required().dtype({DType::kInt32, DType::kInt64}).shape({B}).same_device();
   *num_real = check_num_real(check, s.num_real_reqs);
   return B;

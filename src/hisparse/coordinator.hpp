@@ -111,6 +111,12 @@ struct Coordinator::Impl {
   }
   /// Everything that needs no buffers.
   void set_up(const CoordinatorConfig& given, std::int64_t local_layers, bool gpu);
+  /// About the bytes of the tables; they may be asked for in sizes that no memory has, or 64 bits.
+  std::int64_t request_bytes() const {
+    return static_cast<std::int64_t>(groups.size()) * (12 * columns + 4 * config.context + 12 * most_selected) + 4 * per_request +
+           12 * config.context + 64;
+  }
+  [[noreturn]] void too_large() const;
   /// Places of all tables.
   void carve(Carver& take) {
     const CoordinatorConfig& c = config;

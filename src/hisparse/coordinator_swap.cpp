@@ -32,6 +32,7 @@ void check_selection(core::Checker& check, const SwapInParams& p, core::Sym& B, 
   check.arg("top_k_tokens", p.top_k_tokens).dtype(DType::kInt32).shape({B, S, K}).same_device();
   check.arg("seq_lens", p.seq_lens).required().dtype({DType::kInt32, DType::kInt64}).shape({B, S}).same_device();
   check.arg("req_pool_indices", p.req_pool_indices).required().dtype({DType::kInt32, DType::kInt64}).shape({B}).same_device();
+  check_count(check, "req_pool_indices", p.req_pool_indices);
 }
 }  // namespace
 

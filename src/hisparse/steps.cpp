@@ -89,6 +89,7 @@ template <class Params>
 void check_batch(Checker& check, const Params& p, WindowArgs& a) {
   Sym B("B");
   check.arg("requests", p.requests).required().dtype({DType::kInt32, DType::kInt64}).shape({B}).same_device();
+  check_count(check, "requests", p.requests);
   check.arg("widths", p.widths).required().dtype(DType::kInt32).shape({B}).same_device();
   check.arg("lengths", p.lengths).required().dtype(DType::kInt32).shape({Dim(a.request_slots)}).same_device().written();
   a.num_real = check_num_real(check, p.num_real_reqs);
@@ -105,6 +106,7 @@ void copy_rows(const CopyRowsParams& p, Stream stream) {
   Sym n("n");
   check.arg("src_rows", p.src_rows).required().dtype({DType::kInt32, DType::kInt64}).shape({n}).same_device();
   check.arg("dst_rows", p.dst_rows).required().dtype({DType::kInt32, DType::kInt64}).shape({n}).same_device();
+  check_count(check, "src_rows", p.src_rows);
   std::vector<CopyRowsLayer> layers;
   CopyRowsArgs a{integers(p.src_rows), integers(p.dst_rows), n, check_paged(check, p.layout), -1, check_sm_budget(check, p.sm_budget)};
   check.array("src", p.src, "num_layers", p.num_layers);

@@ -54,6 +54,8 @@ TensorView split_last(const TensorView& t, std::int64_t n, std::int64_t k) {
 /// Slots, lengths and other counts of a call's requests, read once.
 void check_index(Checker& check, const char* name, const TensorView& t, Sym& n) {
   check.arg(name, t).required().dtype({DType::kInt32, DType::kInt64}).shape({n}).same_device();
+  // A broadcast list may be longer than anyone waits for, and than a kernel counts.
+  if (n > std::numeric_limits<std::int32_t>::max()) check.fail(name, "at most 2147483647 entries", "shape " + shape_text(t));
 }
 
 void all_or_none(const Checker& check, std::initializer_list<std::pair<const char*, bool>> given) {
@@ -645,6 +647,7 @@ std::vector<RollbackArgs> check(const RollbackConvWindowsParams* params, std::in
   std::vector<RollbackArgs> all;
   Checker check("rollback_conv_windows");  // of all items: no pool may hold what another one's windows or indices are read from
   check.array("params", params, "count", count);
+  all.reserve(static_cast<std::size_t>(count));
   for (std::int64_t i = 0; i < count; ++i) {
     const RollbackConvWindowsParams& p = params[i];
     check.next_item();

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <random>
+#include <string>
 #include <vector>
 
 #include "core/match.hpp"
@@ -139,6 +141,91 @@ TEST(Matcher, MemoryAndSizesAreThere) {
             }),
             "op: t: expected sizes of 0 or more, got shape (-1, 3).");
   check.arg("t", TensorView(nullptr, DType::kFloat32, {0, 4})).same_device();  // nothing there to point to
+}
+
+TEST(Matcher, AddressesAndCountsFit) {
+  alignas(8) char x[64];
+  const auto seen = [](const TensorView& t, bool bytes = false, bool written = false) {
+    return text_of([&] {
+      Checker check("op");
+      ArgCheck a = check.arg("a", t);
+      if (bytes) a.as_bytes();
+      written ? a.written() : a.same_device();
+    });
+  };
+  for (const DType d : {DType::kInt16, DType::kInt32, DType::kFloat64}) {
+    const TensorView odd(x + 1, d, {2});
+    const std::string text =
+        "op: a: expected a data pointer that is a multiple of " + std::to_string(size_of(d)) + " bytes, got remainder 1.";
+    EXPECT_EQ(seen(odd), text);
+    EXPECT_EQ(seen(odd, false, true), text);
+    EXPECT_EQ(seen(odd, true), "");
+    EXPECT_EQ(seen(odd, true, true), "");
+    EXPECT_EQ(seen(TensorView(x + 1, d, {0})), "");
+  }
+  EXPECT_EQ(seen(TensorView(nullptr, DType::kInt32, {2}), true), "op: a: expected memory for shape (2,), got a null pointer.");
+  // A broadcast or empty view may claim any shape; its products must not come back into range.
+  constexpr std::int64_t kHuge = std::int64_t{1} << 32;
+  TensorView t(x, DType::kInt32, {kHuge, kHuge});
+  t.strides[0] = t.strides[1] = 0;
+  const std::string text = "op: a: expected elements and bytes that 64 bits can count, got shape (4294967296, 4294967296).";
+  EXPECT_EQ(seen(t), text);
+  t.sizes[1] = 1 << 20;
+  EXPECT_EQ(seen(t), "");
+  EXPECT_EQ(seen(t, false, true), "op: a: expected elements that do not share memory, got stride 0 for shape (4294967296, 1048576).");
+  t.sizes[1] = 2, t.strides[0] = kHuge;
+  EXPECT_EQ(seen(t), "op: a: expected elements and bytes that 64 bits can count, got shape (4294967296, 2).");
+  t.sizes[0] = 1, t.strides[0] = INT64_MAX;  // a dimension of one entry has no stride
+  EXPECT_EQ(seen(t), "");
+  t.sizes[0] = 2, t.strides[0] = INT64_MIN;
+  EXPECT_EQ(seen(t), "op: a: expected elements and bytes that 64 bits can count, got shape (2, 2).");
+  TensorView empty(nullptr, DType::kInt32, {0, kHuge, kHuge});
+  EXPECT_EQ(seen(empty), "op: a: expected elements and bytes that 64 bits can count, got shape (0, 4294967296, 4294967296).");
+  TensorView many(x, DType::kInt32, {1});
+  many.ndim = 9;
+  EXPECT_EQ(seen(many), "op: a: expected at most 8 dimensions, got 9.");
+  EXPECT_EQ(seen(TensorView(x, static_cast<DType>(99), {2})), "op: a: expected a dtype, got unknown (99).");
+}
+
+/// Calls of many arguments are looked at another way first: the same are refused, with the same words.
+TEST(Matcher, OutputsOfLongCallsShareMemoryWithNothing) {
+  std::vector<char> memory(4096);
+  std::vector<std::string> names(60);
+  for (std::size_t i = 0; i < names.size(); ++i) names[i] = "a" + std::to_string(i);
+  std::mt19937 random(7);
+  int refused = 0;
+  for (int round = 0; round < 400; ++round) {
+    std::vector<TensorView> all;
+    std::vector<bool> written;
+    for (std::size_t i = 0; i < names.size(); ++i) {
+      const std::int64_t place = static_cast<std::int64_t>(random() % (round % 2 ? 4000 : 60)),
+                         size = 1 + static_cast<std::int64_t>(random() % 30);
+      all.emplace_back(memory.data() + (round % 2 ? place : 64 * static_cast<std::int64_t>(i) + place % 34), DType::kUInt8,
+                       std::initializer_list<std::int64_t>{round % 2 ? size % 4 + 1 : size});
+      written.push_back(random() % 3 == 0);
+    }
+    std::string expected;
+    for (std::size_t i = 0; i < names.size() && expected.empty(); ++i)
+      for (std::size_t j = 0; written[i] && j < names.size() && expected.empty(); ++j) {
+        if (i == j || (written[j] && j > i)) continue;
+        const auto *a = all[i].as<char>(), *b = all[j].as<char>();
+        if (a < b + all[j].sizes[0] && b < a + all[i].sizes[0])
+          expected = "op: " + names[i] + ": expected memory of its own, got memory that overlaps " + names[j] + ".";
+      }
+    refused += !expected.empty();
+    EXPECT_EQ(text_of([&] {
+                Checker check("op");
+                for (std::size_t i = 0; i < names.size(); ++i) {
+                  ArgCheck a = check.arg(names[i].c_str(), all[i]);
+                  a.same_device();
+                  if (written[i]) a.written();
+                }
+                check.outputs_apart();
+              }),
+              expected);
+  }
+  EXPECT_GT(refused, 50);
+  EXPECT_LT(refused, 390);
 }
 
 TEST(Matcher, OutputsShareMemoryWithNothing) {

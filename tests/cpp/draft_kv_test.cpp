@@ -240,6 +240,24 @@ TEST(Materialize, RoundsToTheDtypeThatIsAsked) {
   EXPECT_THROW(materialize_into_pool(p), Error);
 }
 
+/// b * W is the number of rows, not its remainder by 2^64; windows of no column have no lengths to read, however many there are.
+TEST(Materialize, WindowsThatAreTooManyToMultiply) {
+  Case c(0, 2);
+  c.slot.resize(1), c.commit.resize(1);
+  MaterializeIntoPoolParams p = c.params();
+  p.slot_mapping = TensorView(c.slot.data(), DType::kInt64, {0, 2}), p.commit_lens = TensorView(c.commit.data(), DType::kInt64, {0});
+  materialize_into_pool(p);
+  p.slot_mapping.sizes[0] = p.commit_lens.sizes[0] = std::int64_t{1} << 55;
+  p.slot_mapping.sizes[1] = 32;
+  p.slot_mapping.strides[0] = p.slot_mapping.strides[1] = p.commit_lens.strides[0] = 0;
+  EXPECT_EQ(refusal([&] { materialize_into_pool(p); }),
+            "materialize_into_pool: slot_mapping: expected shape [b, W] with b * W = 0 rows of ctx_hidden, got (36028797018963968, 32).");
+  p.slot_mapping.sizes[1] = 512;
+  EXPECT_NE(refusal([&] { materialize_into_pool(p); }), "");
+  p.slot_mapping.sizes[1] = 0;
+  materialize_into_pool(p);
+}
+
 TEST(Materialize, TensorsOnAGpuAreCheckedWithoutReadingThem) {
   Case c(1, 2);
   MaterializeIntoPoolParams p = c.params();

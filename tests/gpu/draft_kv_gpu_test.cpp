@@ -251,6 +251,7 @@ TEST(DraftKvGpu, AnyRows) {
   check({kF, 50, 5, 1, 3, 80, 80, 24, 0}, false, false, false);
   check({kB, 33, 3, 2, 2, 46, 20, 70, 0}, true, true, true);
   check({kB, 1100, 10, 1, 1, 8, 8, 16, 0}, true, false, true);
+  if (!small()) check({kF, 4, 2, 32, 1100, 2, 2, 3, 0}, true, false, true);  // more heads than a dimension of blocks
 }
 
 /// fused_norm_rope_stacked: V to the bit, K within a unit, rows with positions outside untouched and reported, strides of larger arrays.

@@ -426,6 +426,11 @@ void run(const MaterializeArgs& a, Stream stream) {
   p.k_dtype = a.k_dtype, p.v_dtype = a.v_dtype;
   p.k_wide = wide_pools(a.k, a.k_dtype), p.v_wide = wide_pools(a.v, a.v_dtype);
   const bool fast = has_fast_form(a), with_context = a.fc_weight.given();
+  constexpr std::int64_t kMostBlocksAcross = 65535;  // of any_rows: a head each; of any_features
+  if (!fast && (2 * a.heads > kMostBlocksAcross || (with_context && hidden > kMostBlocksAcross * kAnyColumns)))
+    core::throw_not_implemented("materialize_into_pool: " + std::to_string(a.heads) + " heads and " + std::to_string(hidden) +
+                                " features are more than a CUDA grid holds.");
+  const std::int64_t layers_at_once = fast ? kMaxLayers : std::min<std::int64_t>(kMaxLayers, kMostBlocksAcross / (2 * a.heads));
   Means m{};
   const Parts at = parts(a.tokens, hidden, with_context ? size_of(nr.io) : 0);
   char* const workspace = static_cast<char*>(a.workspace);
@@ -442,8 +447,8 @@ void run(const MaterializeArgs& a, Stream stream) {
                                                                                          : kContextRows;
   for (std::int64_t first = 0; first < a.tokens; first += round) {
     p.rows.first = first, p.rows.tokens = static_cast<int>(std::min(a.tokens - first, round));
-    for (std::int64_t layer = 0; layer < a.layers; layer += kMaxLayers) {
-      p.first_layer = static_cast<int>(layer), p.layers = static_cast<int>(std::min<std::int64_t>(a.layers - layer, kMaxLayers));
+    for (std::int64_t layer = 0; layer < a.layers; layer += layers_at_once) {
+      p.first_layer = static_cast<int>(layer), p.layers = static_cast<int>(std::min(a.layers - layer, layers_at_once));
       for (int l = 0; l < p.layers; ++l)
         p.target[0][l] = {a.k[layer + l], a.k_scale[layer + l]}, p.target[1][l] = {a.v[layer + l], a.v_scale[layer + l]};
       if (!fast)
