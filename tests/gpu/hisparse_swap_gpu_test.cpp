@@ -381,7 +381,11 @@ TEST(HisparseSwapGpu, SglangsStateEqualsTheCpu) {
   for (unsigned seed = 1; seed <= (small() ? 2u : 120u) && !HasFailure(); ++seed)
     sglang_world(seed, false, small() ? 2 : 4, small() ? seed % 2 : 4);
   for (unsigned seed = 1; seed <= (small() ? 0u : 4u) && !HasFailure(); ++seed) sglang_world(1000 + seed, true, 2, 2);
-  if (!small()) sglang_world(2001, false, 2, 2, 256);
+}
+
+TEST(HisparseSwapGpu, SglangsStateOfManyRequests) {
+  SPECSTATE_NEEDS_GPU();
+  sglang_world(2001, false, small() ? 1 : 2, small() ? 1 : 2, small() ? 20 : 256);
 }
 
 // --------------------------------------------------------------------------------------------------------- single step
