@@ -42,7 +42,18 @@ constexpr i64 kFollowerSms = 4;  // multiprocessors that the followers' copies m
 constexpr i64 kWindowSms = 6;    // and that the windows' way to the host may take from the fold
 constexpr i64 kFewRequests = 8;  // that leave multiprocessors free
 
-enum Part : unsigned { kWindows = 1, kSwap = 2, kFollow = 4, kVerify = 8, kCommit = 16, kDraft = 32, kAccept = 64, kAll = 127 };
+// kFoldApart: where folds are deferred, a fold behind the verifies all the same.
+enum Part : unsigned {
+  kWindows = 1,
+  kSwap = 2,
+  kFollow = 4,
+  kVerify = 8,
+  kCommit = 16,
+  kDraft = 32,
+  kAccept = 64,
+  kAll = 127,
+  kFoldApart = 128
+};
 
 /// Three streams and the events between them: layers; followers' copies, then windows; the draft's KV.
 class Streams {
@@ -85,9 +96,15 @@ class World {
   /// Whether windows can be opened and accepted on the GPU in this build.
   bool has_windows() const { return has_windows_; }
 
+  /// Whether a step's fold waits for the next step's verifies (`pending`), which then move the states twice and not three times: where verifies have it
+  /// inside. Of few requests it would be a kernel in front of each.
+  bool defers() const { return B_ > kFewRequests; }
+
   /// Enqueues one step's operations of these parts.
   void step(unsigned parts, int repeat, Streams& s) {
     const Stream main{s.main};
+    const bool deferred = defers() && !(parts & kFoldApart);
+    parts &= kAll;
     const bool windows = parts & kWindows && has_windows_, apart = parts == kAll;
     if (windows) hisparse::open_window(open_, main);
     // Where verifies take every multiprocessor, the followers' copies are one call, which keeps its own.
@@ -98,7 +115,10 @@ class World {
       // Three KDA layers, then a sparse one; the last layer is sparse too.
       const bool is_sparse = l % 4 == 3 || l == kKdaLayers + kSparseLayers - 1;
       if (!is_sparse) {
-        if (parts & kVerify) kda::verify(verify_[at(l - sparse_layer)], main);
+        if (!(parts & kVerify)) continue;
+        kda::VerifyParams p = verify_[at(l - sparse_layer)];
+        if (deferred) p.pending = pending_[l - sparse_layer];
+        kda::verify(p, main);
         continue;
       }
       const i64 anchor = sparse_layer / kGroup, place = sparse_layer++ % kGroup;
@@ -137,8 +157,9 @@ class World {
     if (awaited) empty_kernel(s.main);
     if (apart) s.order(s.main, s.draft);
     if (parts & kDraft) draft_kv::materialize_into_pool(materialize_, {apart ? s.draft : s.main});
+    if (deferred && parts & (kVerify | kCommit)) kda::defer_fold(defer_, main);  // verifies measured alone need something that waits, too
     if (parts & kCommit) {
-      kda::fold(fold_, main);
+      if (!deferred) kda::fold(fold_, main);
       kda::rollback_conv_windows(rollback_.data(), static_cast<i64>(rollback_.size()), main);
     }
     if (apart) s.order(s.copies, s.main), s.order(s.draft, s.main);
@@ -308,6 +329,8 @@ class World {
       r.pool = part(cs[l], 0, 3 * C), r.windows = part(windows[l], 0, 3 * C), r.slots = p.slots, r.last_correct_step = last;
     }
     fold_.state = state, fold_.rings = rings, fold_.slots = p.slots, fold_.accept = accepted_;
+    pending_ = array(DType::kInt32, {kKdaLayers, N}, std::vector<i32>(at(kKdaLayers * N)), true);
+    defer_.pending = pending_, defer_.slots = p.slots, defer_.accept = accepted_;
   }
 
   void draft() {
@@ -345,10 +368,11 @@ class World {
   int replays_ = 0;
   GpuArray *selections_ = nullptr, *start_ = nullptr, *lengths_ = nullptr;
   std::vector<TensorView> unique_;
-  TensorView arrived_, accepted_, k_pool_, v_pool_;
+  TensorView arrived_, accepted_, pending_, k_pool_, v_pool_;
   std::vector<kda::VerifyParams> verify_;
   std::vector<kda::RollbackConvWindowsParams> rollback_;
   kda::FoldParams fold_;
+  kda::DeferFoldParams defer_;
   draft_kv::MaterializeIntoPoolParams materialize_;
   accept::VerifyGreedyParams greedy_;
 };
@@ -392,15 +416,17 @@ class Steps {
 
 void run(Report& report) {
   Gpu gpu(report);
-  const std::vector<std::pair<std::string, unsigned>> parts{
+  const std::vector<std::pair<std::string, unsigned>> every{
       {"all", kAll},           {"swap", kSwap},         {"swap_and_follow", kSwap | kFollow},
       {"kda_verify", kVerify}, {"kda_commit", kCommit}, {"draft_kv", kDraft},
-      {"windows", kWindows},   {"accept", kAccept}};
+      {"windows", kWindows},   {"accept", kAccept},     {"all_fold_apart", kAll | kFoldApart}};
   std::vector<std::pair<i64, i64>> sizes{{1, 131072}, {8, 131072}, {32, 131072}, {64, 32768}};
   if (report.quick()) sizes = {{1, 32768}};
   for (const auto& [requests, context] : sizes) {
     World world(requests, context);
     SPECSTATE_CUDA_CHECK(cudaDeviceSynchronize());
+    auto parts = every;
+    if (!world.defers()) parts.pop_back();
     std::vector<std::unique_ptr<Steps>> graphs;
     for (const auto& [name, bits] : parts) graphs.push_back(std::make_unique<Steps>(world, bits));
     std::vector<std::vector<double>> samples(parts.size());

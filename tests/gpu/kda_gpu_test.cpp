@@ -922,9 +922,9 @@ TEST_F(KdaGpu, DeferredFoldIsAFoldBefore) {
         };
         const auto want = verified(c, false);
         const bool cut = o.K == 128 && o.V == 128 && c.HV * c.N <= 64 && !gpu_test::small();
-        const std::vector<int> cuts = cut ? std::vector{0, 8, 2} : std::vector{0};
+        const std::vector<int> cuts = cut ? std::vector{0, 8, 2, 3} : std::vector{0};
         for (int rows : cuts) {
-          const Forcing forcing(rows);
+          const Forcing forcing(rows == 3 ? 0 : rows, -1, -1, rows == 3 ? 3 : 0);  // 3: the fold inside third.cuh, where it applies
           for (const char* name : kept) d.b[name].host = before[name], d.b[name].upload();
           d.indices("pending", DType::kInt32, pending);
           const auto got = verified(d, true);
@@ -933,6 +933,72 @@ TEST_F(KdaGpu, DeferredFoldIsAFoldBefore) {
           EXPECT_TRUE(d.settled()) << o.name();
         }
       }
+}
+
+/// The deferred fold inside third.cuh is the one in front of it, bit for bit: everything that is written, and the counts. Ragged requests; counts
+/// of 0 to all entries, of no entry at all (which stay), of requests without tokens, of padding and of slots that no request names.
+TEST_F(KdaGpu, DeferredFoldInsideTheVerify) {
+  struct Size {
+    std::int64_t H;
+    int requests, longest;
+    bool wide, norm;
+  };
+  // A multiprocessor's first CTA alone, with a second, with a third, with more than fit at once; rings of fewer entries.
+  std::vector<Size> sizes = {{12, 12, 8, false, true}, {12, 24, 8, true, true}, {12, 35, 8, false, false},
+                             {16, 10, 5, false, true}, {16, 10, 4, true, true}, {7, 20, 1, false, true}};
+  if (gpu_test::small()) sizes = {{1, 3, 8, false, true}, {2, 2, 3, true, true}};
+  for (const Size& size : sizes)
+    for (int round = 0; round < (gpu_test::small() ? 2 : 3); ++round) {
+      Options o;
+      o.seed = static_cast<unsigned>(round + 1), o.H = size.H, o.wide = size.wide, o.norm = size.norm, o.lens.clear();
+      std::mt19937 rng(o.seed);
+      for (int r = 0; r < size.requests; ++r)
+        o.lens.push_back(round == 0                    ? size.longest
+                         : static_cast<int>(rng()) & 1 ? size.longest
+                                                       : static_cast<int>(rng() % (size.longest + 1u)));
+      o.lens[0] = size.longest;
+      if (round == 1) o.null_row = size.requests - 1;
+      Case c(o);
+      std::normal_distribution<float> normal;
+      for (const char* name : {"rawv", "rawk", "ring_g", "ring_beta"}) {  // records of every slot, whatever its request's tokens
+        Buffer& x = c.b[name];
+        for (std::size_t i = 0; i < x.count(); ++i)
+          x.set(i, name == std::string("ring_g") ? -0.2f * std::abs(normal(rng)) : 0.5f * normal(rng));
+        x.upload();
+      }
+      std::vector<std::int64_t> counts(static_cast<std::size_t>(c.pool));
+      for (auto& n : counts) n = static_cast<std::int64_t>(rng() % (size.longest + 1u));
+      if (round < 2) counts[static_cast<std::size_t>(c.slot(0))] = size.longest;
+      if (round == 0) counts[static_cast<std::size_t>(c.slot(1))] = 0;
+      if (round == 2) counts[static_cast<std::size_t>(c.slot(0))] = size.longest + 1, counts[static_cast<std::size_t>(c.slot(1))] = -3;
+      std::vector<std::string> names = c.outputs();
+      names.insert(names.end(), {"state", "pending"});
+      std::map<std::string, std::vector<unsigned char>> before, want;
+      for (const char* name : {"rawv", "rawk", "ring_g", "ring_beta", "state"}) c.b[name].download(), before[name] = c.b[name].host;
+      for (bool inside : {false, true}) {
+        const Forcing forcing(0, -1, -1, 3);
+        kda::cuda::forced().inside = inside;
+        for (const auto& [name, bytes] : before) c.b[name].host = bytes, c.b[name].upload();
+        for (const char* name : {"out", "conv_q", "conv_k", "conv_v"}) c.b[name].poison_device();
+        c.indices("pending", DType::kInt32, counts);
+        VerifyParams p = c.verify_params(true);
+        p.pending = c.b["pending"].view(true);
+        verify(p);
+        auto got = c.taken(names);
+        if (!inside) {
+          want = std::move(got);
+          EXPECT_FALSE(round < 2 && want.at("state") == before.at("state"));
+          continue;
+        }
+        for (const auto& name : names) EXPECT_TRUE(got.at(name) == want.at(name)) << o.name() << " round " << round << " " << name;
+        for (std::int64_t r = 0; r < c.N; ++r) {
+          if (c.slot(r) < 0) continue;
+          const std::int64_t was = counts[static_cast<std::size_t>(c.slot(r))];
+          const bool stays = !o.lens[static_cast<std::size_t>(r)] || was < 0 || was > c.longest;
+          EXPECT_EQ(reinterpret_cast<const std::int32_t*>(got.at("pending").data())[c.slot(r)], stays ? was : 0) << r;
+        }
+      }
+    }
 }
 
 /// A request alone has the bits that it has among others, in calls that are cut otherwise.
@@ -1142,7 +1208,9 @@ TEST_F(KdaGpu, GraphReplaysWithChangedInputs) {
 TEST_F(KdaGpu, DeferredStepsInAGraph) {
   Options o;
   o.lens = {8, 8, 8, 8};
-  for (bool exact : {true, false}) {
+  for (int form : {0, 1, 2}) {  // exact; frozen; the fold inside the verify
+    const bool exact = form == 0;
+    const Forcing forcing(0, -1, -1, form == 2 ? 3 : 0);
     Case graphed(o), plain(o);
     graphed.indices("pending", DType::kInt32, std::vector<std::int64_t>(static_cast<std::size_t>(graphed.pool), 0));
     for (Case* c : {&graphed, &plain}) c->indices("accept", DType::kInt32, {0, 0, 0, 0});

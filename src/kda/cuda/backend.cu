@@ -304,6 +304,17 @@ bool in_thirds(const VerifyCall& a, const SpreadCall& narrow, const launching::D
   return bulk && a.N < 65536 && (forced().warps ? forced().warps == 3 : each < heads && heads <= (a.T > 4 * a.N ? 12 : 3) * each);
 }
 
+/// Whether third.cuh folds what waits itself: where a head's records are three bulk copies that no other head overwrites.
+bool folds_inside(const VerifyCall& a, const SpreadCall& narrow) {
+  const auto bulk = [](const char* p, int slot, int head) {
+    return (reinterpret_cast<std::uintptr_t>(p) | static_cast<std::uintptr_t>(slot | head)) % 16 == 0;
+  };
+  const SpreadCall::Channel &k = narrow.channels[1], &v = narrow.channels[2];
+  return forced().inside && a.pending && a.H == a.HV && a.HV < 2048 && a.L <= 8 && k.raw_step == 256 && v.raw_step == 256 &&
+         narrow.ring_g_step == 512 && bulk(k.raw, k.raw_slot, k.raw_head) && bulk(v.raw, v.raw_slot, v.raw_head) &&
+         bulk(narrow.ring_g, narrow.ring_g_slot, narrow.ring_g_head);
+}
+
 }  // namespace
 
 void run(const VerifyArgs& args, Stream stream) {
@@ -325,9 +336,11 @@ void run(const VerifyArgs& args, Stream stream) {
   const bool frozen = whole && !a.exact && !a.snapshots && !a.update_state && !a.null_from_zero && forced().frozen != 0;
   if (frozen || (whole && in_frame(a, device))) {
     HeadsCall call = heads_call(a);
-    if (a.pending) run_fold(args.deferred, stream);
     SpreadCall narrow;
-    const bool narrows = frozen && longest > 0 && a.N < 65536 && narrowed(call, narrow);
+    const bool narrows = frozen && longest > 0 && a.N < 65536 && narrowed(call, narrow),
+               spread = narrows && longest <= 16 && spreads(a, device),
+               third = narrows && !spread && longest <= 8 && in_thirds(a, narrow, device), inside = third && folds_inside(a, narrow);
+    if (a.pending && !inside) run_fold(args.deferred, stream);
     const auto launch = [&](const SpreadKernel& kernel, int parts) {
       launching::launch(kernel.run,
                         {.grid = dim3(blocks(a.HV * parts), static_cast<unsigned>(a.N)),
@@ -337,16 +350,16 @@ void run(const VerifyArgs& args, Stream stream) {
                          .overlap = forced().overlap},
                         stream, narrow);
     };
-    if (narrows && longest <= 16 && spreads(a, device)) {
+    if (spread) {
       launch(verify_spread(longest > 8 ? 16 : 8), SpreadCall::kParts);
-    } else if (narrows && longest <= 8 && in_thirds(a, narrow, device)) {
-      const ThirdKernel kernel = verify_third();
+    } else if (third) {
+      const ThirdKernel kernel = verify_third(inside);
       launching::launch(kernel.run,
                         {.grid = dim3(blocks(a.HV), static_cast<unsigned>(a.N)),
                          .block = static_cast<unsigned>(kernel.threads),
                          .shared = kernel.bytes,
                          .overlap = forced().overlap},
-                        stream, narrow, static_cast<unsigned>(device.multiprocessors));
+                        stream, narrow, static_cast<unsigned>(device.multiprocessors), Waiting{a.pending.data, a.pending.stride[1]});
     } else {
       // More than 8 tokens: those of up to 16 from one frozen state, those of more by the recurrence. Which a request has may be known to cu_seqlens alone.
       const int warps = forced().warps >= 8 ? forced().warps : ring_warps(a, device);

@@ -124,13 +124,19 @@ struct SpreadKernel {
 SpreadKernel verify_spread(int block);  // ring mode of few heads, of 8 or 16 tokens at most: spread.cuh
 /// Of any number of heads, 16 warps each or 8 (three CTAs a multiprocessor); requests of more than 16 tokens are left to others: sixteen.cuh.
 SpreadKernel verify_sixteen(int warps);
-/// Of 8 tokens at most, where up to three heads share a multiprocessor: third.cuh.
+/// Counts of tokens that wait to be folded; whoever reads one adds kReader, so that the last of a request's heads can tell.
+struct Waiting {
+  int* counts = nullptr;
+  std::int64_t step = 0;
+};
+constexpr int kReader = 1 << 20;
+/// Of 8 tokens at most, where up to three heads share a multiprocessor: third.cuh. fold: with a deferred fold of 8 tokens at most inside.
 struct ThirdKernel {
-  void (*run)(SpreadCall, unsigned multiprocessors) = nullptr;
+  void (*run)(SpreadCall, unsigned multiprocessors, Waiting) = nullptr;
   int threads = 0;
   std::size_t bytes = 0;  // of shared memory
 };
-ThirdKernel verify_third();
+ThirdKernel verify_third(bool fold);
 
 using FoldKernel = void (*)(FoldCall, int parts);
 
@@ -175,10 +181,11 @@ void settle_pending(const FoldCall& a, Stream stream);
 
 /// For tests and benchmarks: what the choice would be overridden with.
 struct Forced {
-  int rows = 0;     // of a lane; 0: free
-  int frozen = -1;  // -1: free
-  int frame = -1;   // the recurrence in heads.cuh where it applies, or in verify.cuh; -1: free
-  int warps = 0;    // of a CTA of heads.cuh or sixteen.cuh in ring mode, or 4: spread.cuh, 3: third.cuh, where they apply; 0: free
+  int rows = 0;        // of a lane; 0: free
+  int frozen = -1;     // -1: free
+  int frame = -1;      // the recurrence in heads.cuh where it applies, or in verify.cuh; -1: free
+  int warps = 0;       // of a CTA of heads.cuh or sixteen.cuh in ring mode, or 4: spread.cuh, 3: third.cuh, where they apply; 0: free
+  bool inside = true;  // the deferred fold in third.cuh where it applies
   bool overlap = true;
 };
 SPECSTATE_API Forced& forced();

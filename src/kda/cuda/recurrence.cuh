@@ -41,6 +41,17 @@ __device__ __forceinline__ void channels(const float* row, int l, float (&x)[K /
   }
 }
 
+template <int K>
+__device__ __forceinline__ void channels(const bfloat16* row, int l, float (&x)[K / 16]) {
+#pragma unroll
+  for (int j = 0; j < K / 64; ++j) {
+    float y[4];
+    unpack(*reinterpret_cast<const Quad<bfloat16>*>(row + 64 * j + 4 * l), y);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) x[4 * j + e] = y[e];
+  }
+}
+
 /// Sums over the 16 lanes; see above. Without r all lanes of a row get p.
 template <int R, bool kOut>
 __device__ __forceinline__ float row_sums(float (&p)[R], float (&r)[R], int lane) {
@@ -71,16 +82,19 @@ __device__ __forceinline__ float u_of(float u, int i, int lane) {
 }
 
 /// What one token needs of the recurrence, all in shared memory.
-struct Step {
-  const float *k, *q, *decay;  // [K]; k and q without their norms
-  float v;                     // of the lane's row
-  float beta, fk, fq, kq;      // fk, fq: the norms' factors; kq: of the normalised k and q
+template <class Key>
+struct StepOf {
+  const Key *k, *q;  // [K], without their norms
+  const float* decay;
+  float v;                 // of the lane's row
+  float beta, fk, fq, kq;  // fk, fq: the norms' factors; kq: of the normalised k and q
 };
+using Step = StepOf<float>;
 
 /// S *= decay; u = (v - S.k) * beta; S += u k, for the normalised k. Returns u in even lanes and, with kOut, o = S.q of the updated state
 /// in odd ones, each of the lane's row. `update` false leaves S without the last line.
-template <int K, int R, bool kOut, bool kRound>
-__device__ __forceinline__ float advance(Rows<K, R>& x, const Step& t, int lane, bool update) {
+template <int K, int R, bool kOut, bool kRound, class Key>
+__device__ __forceinline__ float advance(Rows<K, R>& x, const StepOf<Key>& t, int lane, bool update) {
   constexpr int C = K / 16;
   const int l = lane & 15;
   float k[C], p[R], r[R];

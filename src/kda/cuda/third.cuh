@@ -16,6 +16,12 @@
 // behind the states: stores of the warps that prepare tokens hold these up for thousands of cycles. Until tokens are asked for the call is read from
 // shared memory: parameters are cold, and instructions that name them wait for one line of 64 bytes after the other.
 // Sums are in the order of frozen.cuh, hence bits are equal.
+//
+// kFold: what waits of a deferred fold (SEMANTICS.md) is folded here, so that states move twice in a step and not three times. States arrive before they are
+// multiplied anyway: a warp folds its rows, 8 at a time, through `advance` in registers, hence to the fold's bits; puts them where they were, from where a
+// bulk copy takes them to memory; and multiplies them while it does. Records (8 KiB) lie in the place of the second 8 rows of two warps, which come
+// from memory when the first 8 have been used and take their place. The finder asks for the count by adding kReader to it: so the last of a request's heads
+// knows that all have read it, and sets it to 0. New records go where the old ones are in memory, so these are here first.
 #include "kda/cuda/frozen.cuh"
 #include "kda/cuda/narrow.cuh"
 
@@ -31,6 +37,7 @@ constexpr int kEarly = kWarps - 3;             // warps whose rows are not asked
 constexpr int kFinder = 3;                     // the warp that finds the head
 constexpr int kConv = 4;                       // inputs of a token's convolution
 constexpr int kPitch = kTokens + 4;            // of P and Q's rows
+constexpr int kParked = kEarly - 2;            // kFold: this warp's and the next one's second 8 rows have no place of their own
 enum When { kFound, kTokensHere, kPrepared };  // its states are asked for
 
 struct Shared {
@@ -50,6 +57,19 @@ struct Shared {
   __device__ float* decay(int t) { return key(2 * kTokens + t); }
   /// Tokens of q, k and v as they come, the three before them first; gates.
   __device__ bfloat16* stage(int kind) { return reinterpret_cast<bfloat16*>(piece(kEarly, 0)) + kind * (kTokens + kConv - 1) * kDim; }
+  /// Tokens that wait: log decays, then decays; keys; values.
+  __device__ float* old_decay(int t) { return piece(kParked, 1) + t * kDim; }
+  __device__ bfloat16* old_key(int t) { return reinterpret_cast<bfloat16*>(piece(kParked + 1, 1)) + t * kDim; }
+  __device__ bfloat16* old_v(int t) { return old_key(kTokens + t); }
+  __device__ float* old_beta() { return reinterpret_cast<float*>(stage(4)); }  // behind the stage
+  /// What lies between the two halves of the state.
+  struct Between {
+    std::uint64_t records_here, windows_read;
+    int waiting;
+    alignas(16) float fk[kTokens];  // their keys' norms
+  };
+  static_assert(sizeof(Between) <= 64);
+  __device__ Between& between() { return *reinterpret_cast<Between*>(state + kDim / 2 * kDim); }
   __device__ float4* taps() { return reinterpret_cast<float4*>(operand); }
 };
 static_assert(sizeof(Shared) <= 228 * 1024 / 3 - 1024);
@@ -66,15 +86,39 @@ __device__ __forceinline__ void renew(int& warp, int& lane) {
   warp = uniform(thread / 32), lane = thread % 32;
 }
 
+template <bool kFold>
+__device__ __forceinline__ bool is_parked(int warp) {
+  return kFold && (warp == kParked || warp == kParked + 1);
+}
+__device__ __forceinline__ void prefetch(const char* from, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
 /// This warp's 16 rows of the state.
+template <bool kFold>
 __device__ __forceinline__ void request_rows(const char* state, Shared& s, int warp, int lane) {
   if (lane == 0) {
     const char* const from = state + warp * (kRows * kDim * 4);
-    ptx::barrier_expect(&s.rows_here[warp], 2 * kPiece * 4);
+    const bool parked = is_parked<kFold>(warp);
+    ptx::barrier_expect(&s.rows_here[warp], (parked ? 1 : 2) * kPiece * 4);
     ptx::bulk_load(s.piece(warp, 0), from, kPiece * 4, &s.rows_here[warp]);
-    ptx::bulk_load(s.piece(warp, 1), from + kPiece * 4, kPiece * 4, &s.rows_here[warp]);
+    if (parked)
+      prefetch(from + kPiece * 4, kPiece * 4);
+    else
+      ptx::bulk_load(s.piece(warp, 1), from + kPiece * 4, kPiece * 4, &s.rows_here[warp]);
   }
   __syncwarp();
+}
+
+/// The first n records of a slot.
+__device__ __forceinline__ void ask_records(const SpreadCall& a, Shared& s, int slot, int hv, int n) {
+  std::uint64_t& here = s.between().records_here;
+  const SpreadCall::Channel &k = a.channels[1], &v = a.channels[2];
+  ptx::barrier_expect(&here, n * (kDim * 8));
+  if (!n) return;
+  ptx::bulk_load(s.old_key(0), along(along(k.raw, slot, k.raw_slot), hv, k.raw_head), n * (kDim * 2), &here);
+  ptx::bulk_load(s.old_v(0), along(along(v.raw, slot, v.raw_slot), hv, v.raw_head), n * (kDim * 2), &here);
+  ptx::bulk_load(s.old_decay(0), along(along(a.ring_g, slot, a.ring_g_slot), hv, a.ring_g_head), n * (kDim * 4), &here);
 }
 
 /// The windows of this warp's two tokens, from where the tokens came.
@@ -86,6 +130,20 @@ __device__ __forceinline__ void store_windows(const SpreadCall& a, Shared& s, co
                           x.windows_tap),
                     s.stage(kind) + (t + 1 + w) * kDim, kDim * 2);
   ptx::bulk_commit();
+}
+
+/// kFold: all windows, by the warps whose rows come to where the tokens came; the others have rows to fold. Until they are read.
+__device__ __forceinline__ void store_all_windows(const SpreadCall& a, Shared& s, const Found& it, int warp, int lane, int hv, int n) {
+  static_assert(kTokens * 9 <= 32 * (kWarps - kEarly));
+  const int i = (warp - kEarly) * 32 + lane, t = i / 9, kind = i % 9 / 3, w = i % 3;
+  const SpreadCall::Channel& x = a.channels[kind];
+  if (t < n && x.windows)
+    ptx::bulk_store(along(along(along(along(x.windows, it.row, x.windows_row), hv, x.windows_head), t, x.windows_step), w, x.windows_tap),
+                    s.stage(kind) + (t + 1 + w) * kDim, kDim * 2);
+  ptx::bulk_commit();
+  ptx::bulk_wait_read<0>();
+  ptx::barrier_arrive(&s.between().windows_read);
+  ptx::barrier_wait(&s.between().windows_read, 0);
 }
 
 /// Half of column j of the triangles; see frozen.cuh.
@@ -194,7 +252,70 @@ __device__ __forceinline__ void multiply_rows_few(Shared& s, int warp, int lane)
   __syncwarp();
 }
 
-__global__ void __launch_bounds__(kThreads, 3) kernel(const __grid_constant__ SpreadCall a, unsigned multiprocessors) {
+/// Folds what waits into this warp's rows of the state, 8 at a time, which go to memory, and multiplies them: their P and Q as multiply_rows() leaves them.
+/// The second 8 rows of warps kParked and kParked + 1, in whose place the records are, come from memory and take the place of the first.
+__device__ __forceinline__ void fold_and_multiply(char* state, Shared& s, float beta, int warp, int lane) {
+  constexpr int R = kPiece / kDim / 2;
+  const int l = lane & 15, first = lane / 16 * R, waiting = s.between().waiting, g = lane / 4, t4 = lane % 4;
+  const auto row_at = [&](int i) { return (first + (i ^ row_of<R>(l))) * kDim + 4 * l; };
+  char* home = state + warp * (kRows * kDim * 4);
+  const bfloat16* v = s.old_v(0) + warp * kRows + first + row_of<R>(l);
+  float before[4] = {}, total[1][4];
+#pragma unroll 1
+  for (int half = 0; half < 2; ++half) {
+    const bool parked = half && is_parked<true>(warp);
+    float* const to = s.piece(warp, parked ? 0 : half);
+    if (waiting || parked) {
+      Rows<kDim, R> x;
+      const auto load = [&](const float* from) {
+#pragma unroll
+        for (int i = 0; i < R; ++i)
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            const float4 y = *reinterpret_cast<const float4*>(from + row_at(i) + 64 * j);
+            x.s[i][4 * j] = y.x, x.s[i][4 * j + 1] = y.y, x.s[i][4 * j + 2] = y.z, x.s[i][4 * j + 3] = y.w;
+          }
+      };
+      if (parked)
+        load(reinterpret_cast<const float*>(home));
+      else
+        load(to);
+#pragma unroll 1
+      for (int t = 0; t < waiting; ++t) {
+        const StepOf<bfloat16> step = {
+            s.old_key(t), nullptr, s.old_decay(t), core::to_float(v[t * kDim]), __shfl_sync(kAll, beta, t), s.between().fk[t], 0, 0};
+        advance<kDim, R, false, false>(x, step, lane, true);
+      }
+      if (parked) {
+        ptx::bulk_wait_read<0>();
+        __syncwarp();
+      }
+#pragma unroll
+      for (int i = 0; i < R; ++i)
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+          *reinterpret_cast<float4*>(to + row_at(i) + 64 * j) =
+              make_float4(x.s[i][4 * j], x.s[i][4 * j + 1], x.s[i][4 * j + 2], x.s[i][4 * j + 3]);
+      ptx::fence_async();
+      __syncwarp();
+      if (lane == 0 && waiting) ptx::bulk_store(home, to, kPiece * 4), ptx::bulk_commit();
+    }
+    if (half)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) before[e] = total[0][e];
+    plain::product<1, 4>(to + g * kDim + 4 * t4, 0, reinterpret_cast<const float4*>(s.operand) + lane, total);
+    home += kPiece * 4, v += kRows / 2;
+  }
+  ptx::bulk_wait_read<0>();
+  __syncwarp();
+  float* const to = s.piece(warp, 0) + 2 * t4 * kPitch + g;
+#pragma unroll
+  for (int e = 0; e < 4; ++e) to[(e / 2 * kRows + e % 2) * kPitch] = before[e], to[(e / 2 * kRows + 8 + e % 2) * kPitch] = total[0][e];
+  __syncwarp();
+}
+
+template <bool kFold>
+__global__ void __launch_bounds__(kThreads, 3) kernel(const __grid_constant__ SpreadCall a, unsigned multiprocessors, const Waiting waits) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) char memory[];
   Shared& s = *reinterpret_cast<Shared*>(memory);
@@ -210,6 +331,8 @@ __global__ void __launch_bounds__(kThreads, 3) kernel(const __grid_constant__ Sp
   if (lane == 0) {
     ptx::barrier_init(&s.rows_here[warp], 1);
     if (warp == 0) ptx::barrier_init(&s.windows_here, 32);
+    if (kFold && warp == 1)
+      ptx::barrier_init(&s.between().records_here, 2), ptx::barrier_init(&s.between().windows_read, 32 * (kWarps - kEarly));
     ptx::fence_barriers();
   }
   __syncthreads();
@@ -269,6 +392,8 @@ __global__ void __launch_bounds__(kThreads, 3) kernel(const __grid_constant__ Sp
     }
     ptx::copy_async_commit();
   };
+  int old = 0;  // kFold, the finder: the count of waiting tokens and their betas
+  float old_beta = 0;
   if (warp != kFinder) {
     ask(quick);
   } else {  // on a branch of its own: where it met the others, it would wait for indices before it asks for its tokens
@@ -279,6 +404,12 @@ __global__ void __launch_bounds__(kThreads, 3) kernel(const __grid_constant__ Sp
     const int slot = f.slot;
     const bool good = a.null_slot < slot && slot < a.pool;
     if (lane == 0) s.found = f;
+    if (kFold && f.tokens > 0 && !f.padding) {
+      if (lane == 0) old = atomicAdd(waits.counts + slot * waits.step, kReader);
+      if (lane < a.L)
+        old_beta = at<float>(along(along(along(a.ring_beta, slot, a.ring_beta_slot), hv, a.ring_beta_head), lane, a.ring_beta_step));
+      __syncwarp();
+    }
     if (a.conv && good)
 #pragma unroll
       for (int i = 0; i < (3 * (kConv - 1) + 1) / 2; ++i) {  // half a warp a row
@@ -291,9 +422,12 @@ __global__ void __launch_bounds__(kThreads, 3) kernel(const __grid_constant__ Sp
     ptx::copy_async_arrive(&s.windows_here);
     if (when == kFound && f.tokens > 0 && !f.padding) {
       const char* const from = along(along(a.state, slot, a.state_slot), hv, a.state_head);
-      if (lane < kEarly) ptx::barrier_expect(&s.rows_here[lane], 2 * kPiece * 4);
+      if (lane < kEarly) ptx::barrier_expect(&s.rows_here[lane], (is_parked<kFold>(lane) ? 1 : 2) * kPiece * 4);
       __syncwarp();
-      if (lane < 2 * kEarly) ptx::bulk_load(s.piece(lane / 2, lane % 2), from + lane * (kPiece * 4), kPiece * 4, &s.rows_here[lane / 2]);
+      if (lane % 2 && is_parked<kFold>(lane / 2))
+        prefetch(from + lane * (kPiece * 4), kPiece * 4);
+      else if (lane < 2 * kEarly)
+        ptx::bulk_load(s.piece(lane / 2, lane % 2), from + lane * (kPiece * 4), kPiece * 4, &s.rows_here[lane / 2]);
       __syncwarp();
     }
   }
@@ -311,8 +445,25 @@ __global__ void __launch_bounds__(kThreads, 3) kernel(const __grid_constant__ Sp
     return;
   }
   const int n = it.tokens, slot = it.slot;
+  if (kFold && warp == kFinder) {
+    if (lane < kTokens) s.old_beta()[lane] = old_beta;
+    __syncwarp();
+    if (lane == 0) {
+      const int n = old << 12 >> 12, waiting = 0 <= n && n <= a.L ? n : 0, readers = (old - n) / kReader + 1;
+      static_assert(kReader == 1 << 20);
+      ask_records(a, s, slot, hv, waiting);
+      s.between().waiting = waiting;
+      ptx::barrier_arrive(&s.between().records_here);  // the betas are read, too
+      if (readers == static_cast<int>(gridDim.x))
+        atomicSub(waits.counts + slot * waits.step, readers * kReader + waiting);  // all its heads have read it
+    }
+    __syncwarp();
+  }
+  const auto records_read = [&] {  // before they are overwritten in memory
+    if (kFold) ptx::barrier_wait(&s.between().records_here, 0);
+  };
   const char* const state = along(along(a.state, slot, a.state_slot), hv, a.state_head);
-  if (when == kTokensHere && warp < kEarly) request_rows(state, s, warp, lane);
+  if (when == kTokensHere && warp < kEarly) request_rows<kFold>(state, s, warp, lane);
   if (it.begin != guess || n > each) {
     ask_tokens(a, it.begin, n);
     ptx::copy_async_commit(), ptx::copy_async_wait<0>();
@@ -356,6 +507,7 @@ __global__ void __launch_bounds__(kThreads, 3) kernel(const __grid_constant__ Sp
         unpack(raw[i], y);
         *reinterpret_cast<float4*>((kind ? s.key(t + i) : s.query(t + i)) + d) = make_float4(y[0], y[1], y[2], y[3]);
       }
+    if (kind == 1) records_read();
     if (kind > 0 && x.raw && (kind == 2 || first_of_group)) {
       char* to = along(along(along(x.raw + d * 2, slot, x.raw_slot), kind < 2 ? h : hv, x.raw_head), t, x.raw_step);
 #pragma unroll
@@ -379,6 +531,7 @@ __global__ void __launch_bounds__(kThreads, 3) kernel(const __grid_constant__ Sp
         float x[4];
         unpack(*reinterpret_cast<const Quad<bfloat16>*>(s.stage(3) + (t + i) * kDim + d), x);
         plain::log_decays(a, amplitude, b, x);
+        if (i == 0) records_read();
         *reinterpret_cast<float4*>(s.decay(t + i) + d) = make_float4(exp_of(x[0]), exp_of(x[1]), exp_of(x[2]), exp_of(x[3]));
         if (a.ring_g && t + i < min(n, a.L))
           *reinterpret_cast<float4*>(along(along(along(a.ring_g + d * 4, slot, a.ring_g_slot), hv, a.ring_g_head), t + i, a.ring_g_step)) =
@@ -390,29 +543,42 @@ __global__ void __launch_bounds__(kThreads, 3) kernel(const __grid_constant__ Sp
   if (warp == 2 && lane < n) {
     const float beta = sigmoid(__uint_as_float(a.logit_bf16 ? logit << 16 : logit));
     s.beta[lane] = beta;
+    records_read();
     if (lane < a.L && a.ring_beta)
       *reinterpret_cast<float*>(along(along(along(a.ring_beta, slot, a.ring_beta_slot), hv, a.ring_beta_head), lane, a.ring_beta_step)) =
           beta;
   }
+  records_read();
+  if (kFold && warp < s.between().waiting) {
+    float k[4], g[4];
+    row_of_four(s.old_decay(warp) + d, g), plain::row_of_four(s.old_key(warp) + d, k);
+    *reinterpret_cast<float4*>(s.old_decay(warp) + d) = make_float4(exp_of(g[0]), exp_of(g[1]), exp_of(g[2]), exp_of(g[3]));
+    float sum[1] = {dot4(k, k)};
+    warp_sums(sum);
+    if (lane == 0) s.between().fk[warp] = a.l2norm ? inverse_norm(sum[0]) : 1.0f;
+  }
   __syncthreads();
-
-  if (when == kPrepared && warp < kEarly) request_rows(state, s, warp, lane);
-
+  if (when == kPrepared && warp < kEarly) request_rows<kFold>(state, s, warp, lane);
+  if (kFold) old_beta = s.old_beta()[lane % kTokens];
   // Tokens meet.
   if (warp < n && n > kTokens / 2) column<true>(a, s, warp, lane);
   if (warp < kTokens / 2) {
     if (warp < n) column<false>(a, s, warp, lane);
   } else if (const int t0 = 2 * warp - kTokens; t0 < n) {
-    operands(a, s, t0, n <= kTokens / 2, lane);
+    operands(a, s, t0, !kFold && n <= kTokens / 2, lane);
   }
   ptx::fence_async();
-  if (a.conv && t < n) store_windows(a, s, it, warp, lane, h, hv, n);
+  if (!kFold && a.conv && t < n) store_windows(a, s, it, warp, lane, h, hv, n);
   ptx::bulk_wait_read<0>();
   __syncthreads();
-  if (warp >= kEarly) request_rows(state, s, warp, lane);
+  if (kFold && a.conv && warp >= kEarly) store_all_windows(a, s, it, warp, lane, hv, n);
+  if (warp >= kEarly) request_rows<kFold>(state, s, warp, lane);
   renew(warp, lane);  // what depends on these is found anew, so that it takes no registers from the beginning on
   ptx::barrier_wait(&s.rows_here[warp], 0);
-  if (n > kTokens / 2)
+  if (kFold)
+    fold_and_multiply(along(along(a.state, s.found.slot, a.state_slot), static_cast<int>(blockIdx.x), a.state_head), s, old_beta, warp,
+                      lane);
+  else if (n > kTokens / 2)
     multiply_rows(s, warp, lane);
   else
     multiply_rows_few(s, warp, lane);

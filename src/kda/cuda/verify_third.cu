@@ -4,6 +4,6 @@
 
 namespace specstate::kda::cuda {
 
-ThirdKernel verify_third() { return {third::kernel, third::kThreads, sizeof(third::Shared)}; }
+ThirdKernel verify_third(bool fold) { return {fold ? third::kernel<true> : third::kernel<false>, third::kThreads, sizeof(third::Shared)}; }
 
 }  // namespace specstate::kda::cuda
