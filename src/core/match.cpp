@@ -130,7 +130,9 @@ bool empty(const TensorView& t) { return std::find(t.sizes, t.sizes + t.ndim, 0)
 }  // namespace
 
 ArgCheck& ArgCheck::written() {
-  if (!t_.given() || empty(t_)) return *this;
+  if (!t_.given()) return *this;
+  owner_.see(name_, t_, false, bytes_);  // products of strides and sizes fit
+  if (empty(t_)) return *this;
   std::pair<std::int64_t, std::int64_t> dims[kMaxDims];  // (|stride|, size), rising
   int n = 0;
   for (int i = 0; i < t_.ndim; ++i) {
@@ -188,6 +190,7 @@ std::pair<std::int64_t, std::int64_t> extent(const TensorView& t, std::int64_t b
   const std::int64_t item = size_of(t.dtype);
   std::int64_t low = 0, high = item;
   for (int i = 0; i < t.ndim; ++i) {
+    if (t.sizes[i] == 1) continue;  // of any stride
     const std::int64_t step = t.strides[i] * item;
     if (std::abs(step) < below) (step < 0 ? low : high) += step * (t.sizes[i] - 1);
   }

@@ -54,10 +54,10 @@ TensorView::TensorView(void* data_, DType dtype_, std::initializer_list<std::int
     throw Error(ErrorKind::kValue, "TensorView: expected at most 8 dimensions, got " + std::to_string(sizes_.size()) + ".");
   int i = 0;
   for (std::int64_t s : sizes_) sizes[i++] = s;
-  std::int64_t step = 1;
+  std::uint64_t step = 1;  // which may overflow: a check says so
   for (i = ndim - 1; i >= 0; --i) {
-    strides[i] = step;
-    step *= sizes[i];
+    strides[i] = static_cast<std::int64_t>(step);
+    step *= static_cast<std::uint64_t>(sizes[i]);
   }
 }
 
