@@ -128,7 +128,7 @@ int run_bench(const BenchOptions& options) {
     throw Error(ErrorKind::kNotImplemented,
                 "bench: this build of specstate has no CUDA kernels; use --device cpu, or build it with them: `make build` where nvcc is.");
   if (on_gpu)
-    if (const CudaReport cuda = probe_cuda(false); cuda.devices.empty())
+    if (const CudaReport cuda = probe_cuda(0); cuda.devices.empty())
       throw Error(ErrorKind::kCuda, "bench: --device: expected a GPU for cuda, got none: " + cuda.problem + ".");
   if (options.family != "all" && !families.count(options.family)) {
     std::string names;

@@ -38,7 +38,6 @@ struct Driver {
 };
 
 constexpr int kMultiprocessors = 16, kMajor = 75, kMinor = 76;
-constexpr std::size_t kProbeBytes = std::size_t{256} << 20;
 
 template <class F>
 bool load(void* library, F& f, const char* symbol) {
@@ -56,8 +55,8 @@ bool load_all(void* l, Driver& d) {
          load(l, d.synchronize, "cuCtxSynchronize");
 }
 
-/// Best of several copies of 256 MiB between pinned memory and the device.
-void measure_link(const Driver& d, Device device, GpuReport& gpu) {
+/// Best of several copies between pinned memory and the device.
+void measure_link(const Driver& d, Device device, std::size_t bytes, GpuReport& gpu) {
   Handle context = nullptr;
   if (d.retain(&context, device) != 0) {
     gpu.problem = "no context on this device";
@@ -67,12 +66,12 @@ void measure_link(const Driver& d, Device device, GpuReport& gpu) {
   Address memory = 0;
   if (d.current(context) != 0)
     gpu.problem = "the context of this device cannot be made current";
-  else if (d.host_alloc(&host, kProbeBytes, 0) != 0)
-    gpu.problem = "256 MiB of pinned memory could not be had";
-  else if (d.alloc(&memory, kProbeBytes) != 0)
-    gpu.problem = "256 MiB of device memory could not be had";
+  else if (d.host_alloc(&host, bytes, 0) != 0)
+    gpu.problem = std::to_string(bytes) + " bytes of pinned memory could not be had";
+  else if (d.alloc(&memory, bytes) != 0)
+    gpu.problem = std::to_string(bytes) + " bytes of device memory could not be had";
   if (gpu.problem.empty()) {
-    std::memset(host, 1, kProbeBytes);
+    std::memset(host, 1, bytes);
     const auto best = [&](auto copy) {
       double seconds = 1e30;
       for (int round = 0; round < 6; ++round) {
@@ -81,10 +80,10 @@ void measure_link(const Driver& d, Device device, GpuReport& gpu) {
         if (copy() != 0 || d.synchronize() != 0) return 0.0;
         seconds = std::min(seconds, std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
       }
-      return static_cast<double>(kProbeBytes) / seconds / 1e9;
+      return static_cast<double>(bytes) / seconds / 1e9;
     };
-    gpu.pinned_to_device_gbps = best([&] { return d.to_device(memory, host, kProbeBytes, nullptr); });
-    gpu.device_to_pinned_gbps = best([&] { return d.to_host(host, memory, kProbeBytes, nullptr); });
+    gpu.pinned_to_device_gbps = best([&] { return d.to_device(memory, host, bytes, nullptr); });
+    gpu.device_to_pinned_gbps = best([&] { return d.to_host(host, memory, bytes, nullptr); });
   }
   if (memory) d.free(memory);
   if (host) d.host_free(host);
@@ -94,7 +93,7 @@ void measure_link(const Driver& d, Device device, GpuReport& gpu) {
 
 }  // namespace
 
-CudaReport probe_cuda(bool measure) {
+CudaReport probe_cuda(std::size_t copy_bytes) {
   CudaReport report;
   void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   if (!library) {
@@ -128,7 +127,7 @@ CudaReport probe_cuda(bool measure) {
     std::size_t bytes = 0;
     d.memory(&bytes, device);
     gpu.memory_gib = static_cast<double>(bytes) / (1 << 30);
-    if (measure) measure_link(d, device, gpu);
+    if (copy_bytes > 0) measure_link(d, device, copy_bytes, gpu);
     report.devices.push_back(gpu);
   }
   return report;

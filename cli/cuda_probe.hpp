@@ -1,5 +1,6 @@
 #pragma once
 // GPUs as the driver sees them, without a CUDA toolkit: libcuda is opened at run time.
+#include <cstddef>
 #include <string>
 #include <vector>
 
@@ -21,6 +22,7 @@ struct CudaReport {
   std::vector<GpuReport> devices;
 };
 
-CudaReport probe_cuda(bool measure = true);
+/// `copy_bytes`: of each copy that is measured, 0: none is.
+CudaReport probe_cuda(std::size_t copy_bytes = std::size_t{256} << 20);
 
 }  // namespace specstate::cli

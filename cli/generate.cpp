@@ -115,7 +115,7 @@ std::string folder_of(const GenerateCommand& command) {
 int generate_here(const GenerateCommand& command, runtime::Ranks* ranks) {
   const bool writes = !ranks || ranks->rank() == 0;
   if (command.device == "cuda")
-    if (const CudaReport cuda = probe_cuda(false); cuda.devices.empty())
+    if (const CudaReport cuda = probe_cuda(0); cuda.devices.empty())
       throw Error(ErrorKind::kCuda, "--device cuda: expected a GPU, got none: " + cuda.problem + ".");
   const std::string folder = folder_of(command);
   std::vector<std::string> prompts = command.prompts;

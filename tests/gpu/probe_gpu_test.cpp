@@ -19,7 +19,7 @@ TEST(ProbeGpu, LeavesNoContextCurrent) {
   void* const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   if (!library) GTEST_SKIP() << "needs-gpu: no NVIDIA driver";
   // Before the CUDA runtime has any: this test is the first of its process to ask for a GPU.
-  const cli::CudaReport report = cli::probe_cuda(true);
+  const cli::CudaReport report = cli::probe_cuda(1 << 20);
   if (report.devices.empty()) GTEST_SKIP() << "needs-gpu: the driver sees no GPU";
   for (const auto& gpu : report.devices) {
     EXPECT_EQ(gpu.problem, "");
