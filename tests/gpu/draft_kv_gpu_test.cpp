@@ -218,10 +218,12 @@ TEST(DraftKvGpu, FewRows) {
   check({kB, 64, 8, 2, 1, 128, 64, 512, 0}, true, false, true);
   check({kB, 40, 4, 3, 1, 64, 64, 640, 0}, false, false, true);
   check({kB, 60, 6, 3, 3, 64, 32, 512, 0}, true, false, false);
+  check({kB, 24, 8, 6, 8, 128, 128, 512, 0}, true, false, true);  // places of 192 columns
 }
 
 TEST(DraftKvGpu, FewRowsOfManyFeatures) {
   SPECSTATE_NEEDS_GPU();
+  if (!small()) check({kB, 64, 16, 6, 8, 128, 128, 4160, 0}, true, false, true);
   check({kB, 9, 9, 1, 1, 64, 64, 4160, 0}, true, false, true);  // 8 runs
   if (!small()) check({kB, 40, 8, 1, 2, 128, 128, 4224, 0}, true, false, true);
   if (!small()) check({kB, 64, 8, 9, 8, 128, 128, 576, 0}, true, false, true);  // more places than clusters

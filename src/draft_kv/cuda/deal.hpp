@@ -18,9 +18,9 @@ struct LayerPlaces {
   }
   /// As wide as makes the fewest rounds of clusters x columns.
   static constexpr LayerPlaces of(int layers, int n, int clusters) {
-    const LayerPlaces a(layers, n, 4), b(layers, n, 5);
-    const auto rounds = [&](const LayerPlaces& p) { return (p.used + clusters - 1) / clusters; };
-    return 4 * rounds(a) < 5 * rounds(b) ? a : b;
+    const auto cost = [&](int w) { return w * ((LayerPlaces(layers, n, w).used + clusters - 1) / clusters); };
+    const int w = cost(4) < cost(5) ? 4 : 5;
+    return {layers, n, cost(6) < cost(w) ? 6 : w};
   }
 
   /// Of pair_rows: 5 quarters, or 6 where they make fewer rounds.

@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(ManyFeatures<kGroups>::kThreads, 1)
 #pragma unroll
     for (int from = 0; from < 32; from += M::kSent, ++step) {
       if (thread % 128 == 0) ptx::barrier_expect(&tail.sums[side], M::kSumBytes);
-      if (step > 0) barrier_wait_cluster(&tail.taken[side], (step - 1) & 1);
+      if (step > 0) ptx::barrier_wait(&tail.taken[side], (step - 1) & 1);
 #pragma unroll
       for (int j = 0; j < M::kSent; j += 4) {
         const float* const x = sum + 2 * (from + j);
@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(ManyFeatures<kGroups>::kThreads, 1)
         else
           send(to + j * 128, x[0], x[1], x[4], x[5], barrier);
       }
-      barrier_wait_cluster(&tail.sums[side], step & 1);
+      ptx::barrier_wait(&tail.sums[side], step & 1);
 #pragma unroll
       for (int j = 0; j < M::kSent; j += 4) {
         const float* const x = sum + 2 * (from + j);
@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(ManyFeatures<kGroups>::kThreads, 1)
         z[2] = (rank == 0 ? x[4] : x[6]) + y.z, z[3] = (rank == 0 ? x[5] : x[7]) + y.w;
       }
       __syncwarp();
-      if ((t + clusters < tiles || from + M::kSent < 32) && lane == 0) arrive_in_block(address_in_block(&tail.taken[side], 1 - rank));
+      if ((t + clusters < tiles || from + M::kSent < 32) && lane == 0) release_in_block(address_in_block(&tail.taken[side], 1 - rank));
     }
     const Tile tile = tile_at(t);
     const int at = tile.first_row + side * 64 + 16 * warp + lane / 4 + 8 * rank;
@@ -207,13 +207,33 @@ __global__ void __launch_bounds__(ManyFeatures<kGroups>::kThreads, 1)
 inline constexpr int kNormalizeThreads = 256;
 template <class Io>
 __global__ void __launch_bounds__(kNormalizeThreads) normalize_rows(const Context c, const int* count) {
+  trace(kEntry, threadIdx.x == 0 && blockIdx.x < 132, 1);
   ptx::let_next_start();  // what comes next may ask for its weights while fc still runs
+  // The norm's weights were there before fc.
+  constexpr int kKept = 4;
+  const int pieces = c.hidden / 8, lane = threadIdx.x % 32;
+  float norm[kKept][8];
+#pragma unroll
+  for (int i = 0; i < kKept; ++i)
+    if (const int piece = threadIdx.x + i * kNormalizeThreads; piece < pieces) {
+#pragma unroll
+      for (int e = 0; e < 8; ++e) norm[i][e] = value_at(c.norm.data, c.norm.dtype, (8 * piece + e) * c.norm.stride);
+    }
   ptx::wait_for_previous();
+  trace(kStart, threadIdx.x == 0 && blockIdx.x < 132, 1);
   if (count && static_cast<int>(blockIdx.x) >= *count) return;
-  const float factor = row_factor(c, blockIdx.x, threadIdx.x % 32);
   auto* const row = reinterpret_cast<uint4*>(c.raw + static_cast<std::int64_t>(blockIdx.x) * c.hidden);
-  for (int piece = threadIdx.x; piece < c.hidden / 8; piece += kNormalizeThreads)
+  uint4 x[kKept];
+#pragma unroll
+  for (int i = 0; i < kKept; ++i)
+    if (const int piece = threadIdx.x + i * kNormalizeThreads; piece < pieces) x[i] = row[piece];
+  const float factor = row_factor(c, blockIdx.x, lane);
+#pragma unroll
+  for (int i = 0; i < kKept; ++i)
+    if (const int piece = threadIdx.x + i * kNormalizeThreads; piece < pieces) row[piece] = normed_piece<Io>(x[i], factor, norm[i]);
+  for (int piece = threadIdx.x + kKept * kNormalizeThreads; piece < pieces; piece += kNormalizeThreads)
     row[piece] = normed_piece<Io>(c, row[piece], factor, piece * 8);
+  trace(kFinished, threadIdx.x == 0 && blockIdx.x < 132, 1);
 }
 
 }  // namespace specstate::draft_kv::cuda

@@ -3,7 +3,7 @@
 //
 // What bounds it: 84 MB of weights for 5 layers of 2 x 8 heads of 128 channels over 4096 features, 20 us of the memory's time. So every multiprocessor must read, all the
 // time, and equally much: a block that has a neighbour in its pair of multiprocessors gets less than one that has none.
-// A cluster of two blocks owns 128 to 160 columns (an H200 holds 66 clusters of two, all of its multiprocessors): block r of it sums the runs of half r of the features
+// A cluster of two blocks owns 128 to 192 columns (an H200 holds 66 clusters of two, all of its multiprocessors): block r of it sums the runs of half r of the features
 // (problem.hpp). What comes then is shared, too: of every 16 rows block 0 finishes the first 8, block 1 the others. Each sends the other what it has of its rows: block 1 every
 // run as it is complete, block 0 the sum of its runs, so both add all runs in rising order. A head of K is whole, for its norm, and stands first; what is left are quarters of
 // heads of V (deal.hpp).
@@ -13,8 +13,7 @@
 //   warps 4 - 7   finish heads of K, up to eight rows at once, whose angles wait in registers.
 //
 // Target features take two launches of this kernel, and their norm (normalize_rows) between:
-//   kHeadDim 0    the product of fc: up to 128 columns a cluster; in halves: each block sends one sum. The result, and its squares for the norm. When all of its stages are asked for,
-//                 the projection's first weights go to L2.
+//   kHeadDim 0    the product of fc: up to 128 columns a cluster; in halves: each block sends one sum. The result, and its squares for the norm.
 //   kEarly        the projection: its weights, slots and positions were there before fc began, so it asks for them while fc and the norm still run.
 #include "draft_kv/cuda/deal.hpp"
 #include "draft_kv/cuda/finish_rows.cuh"
@@ -32,15 +31,14 @@ struct FewShape {
   int tokens = 0, first_row = 0, first_weight = 0;
   int wide = 128;  // columns of the first product's box
   int parts = 0;   // that block 1 sends: its runs, or (fc) their sum
-  // fc: the weights that are wanted next, 128 rows a tile, go to L2 when all of this launch's are asked for: so many stages of either half of their features.
-  int next_tiles = 0, next_row = 0, next_half = 0, next_stages = 0;
 };
 
-template <int kHeadDim>
+/// kNarrowed: columns of a place beside the 128 of a head.
+template <int kHeadDim, int kNarrowed = kHeadDim == 128 ? 32 : 0>
 struct Few {
   static constexpr int kRows = 64, kMine = kRows / 2;  // rows, and those that a block finishes
   static constexpr int kThreads = 256;
-  static constexpr int kWide = 128, kNarrow = kHeadDim == 128 ? 32 : 0;  // columns of a place: two products
+  static constexpr int kWide = 128, kNarrow = kNarrowed;  // columns of a place: two products
   static constexpr int kSums = (kWide + kNarrow) / 2;                    // registers of a thread: half of them of rows of either block
   static constexpr int kHalf = kSums / 2;
   static constexpr bool kInHalves = kHeadDim == 0;            // problem.hpp: each block adds up its runs
@@ -48,11 +46,12 @@ struct Few {
   static constexpr int kStride = (kWide + kNarrow) * 2 + 16;  // bytes of a row of rounded sums (finish_rows.cuh)
   static constexpr int kStages = kHeadDim ? 10 : 20;          // more of them do not read faster
   static_assert(8 * kStride <= kPart && kStages <= 32);
+  static constexpr int kBuckets = kNarrow == 64 ? kRows : 2 * kRows;  // the smaller one: a fourth stage fits beside 64 rows of 8 runs
 
   struct Tail {
     std::int64_t slot[kMine];
     Row list[kRows];
-    int position[kMine], bucket[2 * kRows];
+    int position[kMine], bucket[kBuckets];
     std::uint64_t full[kStages], empty[kStages], planned, sums, taken, left;
     int warp_count[1];
   };
@@ -81,20 +80,9 @@ __device__ __forceinline__ void send(std::uint32_t to, float a, float b, float c
                "f"(c), "f"(d), "r"(barrier)
                : "memory");
 }
-__device__ __forceinline__ void arrive_in_block(std::uint32_t barrier) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-/// barrier_wait for what another block of the cluster has done.
-__device__ __forceinline__ void barrier_wait_cluster(std::uint64_t* barrier, std::uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n"
-      "}\n" ::"r"(ptx::shared(barrier)),
-      "r"(parity)
-      : "memory");
+/// Reads an argument of the kernel, so that its line of 64 bytes is there when it is wanted. (Somebody must want the value, or it is not read.)
+__device__ __forceinline__ void read_early(std::int64_t argument) {
+  asm volatile("{\n.reg .pred never;\nsetp.eq.s64 never, %0, -1234567;\n@never nanosleep.u32 1;\n}\n" ::"l"(argument));
 }
 /// A box on its way to L2: harmless before earlier work of the stream is done.
 __device__ __forceinline__ void tile_prefetch(const CUtensorMap& map, int c0, int c1) {
@@ -102,12 +90,11 @@ __device__ __forceinline__ void tile_prefetch(const CUtensorMap& map, int c0, in
 }
 
 /// Which of the launch's rows block `rank` finishes are written, and where: by one warp.
-template <int kHeadDim, class Tail>
+template <class F, int kHeadDim, class Tail>
 __device__ __forceinline__ void plan_half(const Problem& p, Tail& tail, int rank, bool raise, int number, int lane) {
-  using F = Few<kHeadDim>;
   for (int i = lane; i < F::kMine; i += 32) tail.slot[i] = -1, tail.position[i] = 0;
   const int count =
-      plan_rows<32, F::kRows / 32, 2 * F::kRows>(p.rows, tail.list, tail.bucket, tail.warp_count, raise, lane, [] { __syncwarp(); });
+      plan_rows<32, F::kRows / 32, F::kBuckets>(p.rows, tail.list, tail.bucket, tail.warp_count, raise, lane, [] { __syncwarp(); });
   const Head head = head_of(max(number, 0), p.heads);
   for (int i = lane; i < count; i += 32) {
     const Row row = tail.list[i];
@@ -135,18 +122,19 @@ __device__ __forceinline__ void add_bias_of_8(const Problem& p, int layer, int c
 }
 
 /// `context`: of fc.
-template <class Io, int kHeadDim, bool kEarly>
-__global__ void __launch_bounds__(Few<kHeadDim>::kThreads, 1)
+template <class Io, int kHeadDim, bool kEarly, int kNarrowed = kHeadDim == 128 ? 32 : 0>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Few<kHeadDim, kNarrowed>::kThreads, 1)
     few_rows(const __grid_constant__ CUtensorMap weights, const __grid_constant__ CUtensorMap quarters,
              const __grid_constant__ CUtensorMap rows, const __grid_constant__ FewShape shape, const __grid_constant__ Problem p,
              const __grid_constant__ Context context) {
-  using F = Few<kHeadDim>;
+  using F = Few<kHeadDim, kNarrowed>;
   constexpr int kSums = F::kSums, kHalf = F::kHalf, kStride = F::kStride, kPart = F::kPart;
+  constexpr int kLaunch = kEarly ? 2 : 0;
   const int thread = threadIdx.x, lane = thread % 32;
   if (thread == 128) prefetch_map(weights);
   if (thread == 160 && kHeadDim > 0) prefetch_map(quarters);
   if (thread == 192) prefetch_map(rows);
-  trace(kEntry, thread == 224);
+  trace(kEntry, thread == 224, kLaunch);
   const int cluster = blockIdx.x / 2, clusters = gridDim.x / 2, rank = static_cast<int>(ptx::cluster_rank());
   const auto place_of = [&](int i) {
     LayerPlaces::Place place{-1, 0, 0, i * shape.wide, -1};
@@ -155,7 +143,7 @@ __global__ void __launch_bounds__(Few<kHeadDim>::kThreads, 1)
     place.wide += shape.first_weight, place.narrow += place.narrow >= 0 ? shape.first_weight : 0;
     return place;
   };
-  const int parts = kHeadDim == 0 ? kSlices / 2 : shape.parts;  // runs of a block
+  const int parts = kHeadDim == 0 ? kSlices / 2 : static_cast<int>(static_cast<unsigned>(shape.runs.count) / 2);  // runs of a block
   const int first_run = rank * parts, k_begin = shape.runs.begin(first_run);
   // The first stages' weights on their way to L2 before anything else, also before the kernel before this one is done: every instruction in front of it is one that the memory
   // waits for.
@@ -163,7 +151,22 @@ __global__ void __launch_bounds__(Few<kHeadDim>::kThreads, 1)
     const int wide = place_of(cluster).wide;
 #pragma unroll 1
     for (int k = 0; k < shape.prefetched; ++k) tile_prefetch(weights, (k_begin + k) * kDepth, wide);
-    trace(kPrefetched, true);
+    trace(kPrefetched, true, kLaunch);
+  }
+  // A line of arguments that nobody has read yet takes 2 us behind the requests for weights: what the last steps read is read now, by warps that wait. (And the cluster's size is
+  // known when this is compiled: a barrier of the cluster would read it from a line of its own.)
+  if constexpr (kHeadDim == 0) {
+    if (thread < 32) read_early(shape.parts), read_early(context.hidden);
+  } else {
+    if (thread < 128) {
+      for (int line = thread / 32; line < static_cast<int>(offsetof(Problem, target) + 63) / 64; line += 4)
+        read_early(reinterpret_cast<const int*>(&p)[16 * line]);
+    } else if (thread >= 160 && thread < 224 && cluster < shape.places) {
+      const auto place = place_of(cluster);
+      const bool of_v = thread >= 192;
+      const LayerPool& pool = p.target[of_v][of_v && kHeadDim == 128 ? place.v / (4 * p.heads) : head_of(max(place.head, 0), p.heads).layer].pool;
+      read_early(pool.slot_stride), read_early(pool.channel_stride);
+    }
   }
   extern __shared__ unsigned char shared_memory[];
   unsigned char* const memory = shared_memory + (-ptx::shared(shared_memory) & 1023);
@@ -176,7 +179,7 @@ __global__ void __launch_bounds__(Few<kHeadDim>::kThreads, 1)
 
   const std::uint64_t keep = ptx::evict_last(), once = ptx::evict_first();
   const auto load_weights = [&](const LayerPlaces::Place& place, unsigned char* stage, int k, std::uint64_t* full) {
-    ptx::barrier_expect(full, tokens * (kDepth * 2) + (shape.wide + (place.narrow >= 0 ? 32 : 0)) * (kDepth * 2));
+    ptx::barrier_expect(full, tokens * (kDepth * 2) + (shape.wide + (place.narrow >= 0 ? F::kNarrow : 0)) * (kDepth * 2));
     tile_load(stage + tile_bytes, weights, (k_begin + k) * kDepth, place.wide, full, once);
     if (F::kNarrow > 0 && place.narrow >= 0)
       tile_load(stage + tile_bytes + F::kWide * kDepth * 2, quarters, (k_begin + k) * kDepth, place.narrow, full, once);
@@ -203,7 +206,7 @@ __global__ void __launch_bounds__(Few<kHeadDim>::kThreads, 1)
         if (!kEarly) load_weights(place, memory + k * stage_bytes, k, &tail.full[k]);
         load_rows(memory + k * stage_bytes, k, &tail.full[k]);
       }
-      trace(kStart, true);
+      trace(kStart, true, kLaunch);
     }
   } else if (thread == 0) {
     for (int k = 0; k < stages; ++k) {
@@ -217,7 +220,7 @@ __global__ void __launch_bounds__(Few<kHeadDim>::kThreads, 1)
   const auto plan = [&] {
     if constexpr (kHeadDim > 0)
       if (thread / 32 == 4) {
-        plan_half<kHeadDim>(p, tail, rank, cluster == 0 && rank == 0, cluster < shape.places ? place_of(cluster).head : -1, lane);
+        plan_half<F, kHeadDim>(p, tail, rank, cluster == 0 && rank == 0, cluster < shape.places ? place_of(cluster).head : -1, lane);
         ptx::barrier_arrive(&tail.planned);
       }
   };
@@ -241,12 +244,7 @@ __global__ void __launch_bounds__(Few<kHeadDim>::kThreads, 1)
           if (++stage == stages) stage = 0, parity ^= 1;
         }
       }
-      if constexpr (kHeadDim == 0)
-        for (int i = blockIdx.x; i < 2 * shape.next_stages * shape.next_tiles; i += gridDim.x) {
-          const int at = i / shape.next_tiles;
-          tile_prefetch(quarters, (at / 2 + at % 2 * shape.next_half) * kDepth, shape.next_row + i % shape.next_tiles * 128);
-        }
-      trace(kAsked, true);
+      trace(kAsked, true, kLaunch);
     }
     __syncwarp();
     ptx::cluster_wait();
@@ -285,15 +283,16 @@ __global__ void __launch_bounds__(Few<kHeadDim>::kThreads, 1)
 #pragma unroll 1
         for (int k = 0; k < n; ++k) {
           const unsigned char* const m = memory + stage * stage_bytes;
+          if (run == 0 && k == 0) trace(kBarriers, thread == 0, kLaunch);
           ptx::barrier_wait(&tail.full[stage], parity);
-          if (run == 0 && k == 0) trace(kFirstStage, thread == 0);
+          if (run == 0 && k == 0) trace(kFirstStage, thread == 0, kLaunch);
           const std::uint64_t a = tile_descriptor(m), b = tile_descriptor(m + tile_bytes),
                               b2 = tile_descriptor(m + tile_bytes + F::kWide * kDepth * 2);
           product_fence();
 #pragma unroll
           for (int s = 0; s < kDepth / 16; ++s) {
             product<Io>(*reinterpret_cast<float(*)[64]>(d), a + 2 * s, b + 2 * s, k > 0 || s > 0);
-            if constexpr (kHeadDim == 128) product_of<Io, 32>(d + 64, a + 2 * s, b2 + 2 * s, k > 0 || s > 0);
+            if constexpr (F::kNarrow > 0) product_of<Io, F::kNarrow>(d + 64, a + 2 * s, b2 + 2 * s, k > 0 || s > 0);
           }
           product_commit();
           if (k > 0) {
@@ -303,7 +302,7 @@ __global__ void __launch_bounds__(Few<kHeadDim>::kThreads, 1)
           before = stage;
           if (++stage == stages) stage = 0, parity ^= 1;
         }
-        if (run == parts - 1) trace(kLastStage, thread == 0);
+        if (run == parts - 1) trace(kLastStage, thread == 0, kLaunch);
         product_wait_for(d);
         if (lane == 0) ptx::barrier_arrive(&tail.empty[before]);
         __syncwarp();
@@ -311,7 +310,7 @@ __global__ void __launch_bounds__(Few<kHeadDim>::kThreads, 1)
           if (pass == 0)
             ptx::cluster_wait();
           else if (tokens > 8 * (1 - rank))
-            barrier_wait_cluster(&tail.taken, (pass - 1) & 1);
+            ptx::barrier_wait(&tail.taken, (pass - 1) & 1);
         }
         if (rank == 0 || F::kInHalves) {
 #pragma unroll
@@ -330,14 +329,14 @@ __global__ void __launch_bounds__(Few<kHeadDim>::kThreads, 1)
         else if (F::kInHalves)
           send_rows(sum, 0, 0);
       }
-      trace(kSummed, thread == 0);
+      trace(kSummed, thread == 0, kLaunch);
     }
     if (!receives) continue;
     int lane_here;  // asked for again, here, so that nothing that follows from it is kept in registers while the products run
     asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane_here));
     const auto receive = [&](float(&mine)[kHalf]) {
-      barrier_wait_cluster(&tail.sums, pass & 1);
-      trace(kPlanThere, thread == 0);
+      ptx::barrier_wait(&tail.sums, pass & 1);
+      trace(kPlanThere, thread == 0, kLaunch);
       const auto* const from = reinterpret_cast<const float4*>(unit) + lane_here;
       const auto add = [&](int part) {
 #pragma unroll
@@ -380,14 +379,14 @@ __global__ void __launch_bounds__(Few<kHeadDim>::kThreads, 1)
         finish_feature_columns<Io, kStride>(context, unit, first, min(8, tokens - first), place.wide,
                                             min(shape.wide, context.hidden - place.wide));
       } else {
-        barrier_wait_cluster(&tail.sums, pass & 1);
+        ptx::barrier_wait(&tail.sums, pass & 1);
       }
     } else {
       const bool has_k = place.head >= 0;
       const auto address = [&](int row, int byte) { return units + row / 8 * unit_bytes + row % 8 * kStride + byte; };
       const auto ready = [&] {
         ptx::barrier_wait(&tail.left, pass & 1);
-        trace(kLeft, thread == 128);
+        trace(kLeft, thread == 128, kLaunch);
       };
       if (has_rows) {
         float mine[kHalf];
@@ -407,7 +406,7 @@ __global__ void __launch_bounds__(Few<kHeadDim>::kThreads, 1)
         leave(mine);
         if (lane_here == 0) ptx::barrier_arrive(&tail.left);
       } else if (multiplies) {
-        barrier_wait_cluster(&tail.sums, pass & 1);
+        ptx::barrier_wait(&tail.sums, pass & 1);
       }
       ptx::barrier_wait(&tail.planned, 0);
       const int mine = 8 * warps_with_rows;  // rows
@@ -420,15 +419,14 @@ __global__ void __launch_bounds__(Few<kHeadDim>::kThreads, 1)
         else
           finish_rows<Io, kHeadDim, 4>(p, word, place.head, tail.slot, tail.position, 8 * warp, 8 * others, mine, ready);
       } else if constexpr (kHeadDim == 128) {  // quarters of V: beside a head of K by those who multiply
-        ready();
         finish_quarters<Io>(
             p, [&](int row, int byte) { return *reinterpret_cast<const uint4*>(address(row, (has_k ? 256 : 0) + byte)); }, place.v,
-            place.count, tail.slot, mine, has_k || !multiplies ? warp : others + warp, has_k ? 4 : 4 + others);
+            place.count, tail.slot, mine, has_k || !multiplies ? warp : others + warp, has_k ? 4 : 4 + others, ready);
       }
     }
     __syncwarp();
-    if (i + clusters < shape.places && lane == 0) arrive_in_block(address_in_block(&tail.taken, 1 - rank));
-    trace(kFinished, thread == 128 || (kHeadDim == 0 && thread == 0));
+    if (i + clusters < shape.places && lane == 0) release_in_block(address_in_block(&tail.taken, 1 - rank));
+    trace(kFinished, thread == 128 || (kHeadDim == 0 && thread == 0), kLaunch);
   }
 }
 

@@ -159,6 +159,7 @@ __device__ __forceinline__ float squares_of_64(const Context& c, int row, int bl
 /// The factor of a row, by a warp.
 __device__ __forceinline__ float row_factor(const Context& c, int row, int lane) {
   float squares = 0;
+#pragma unroll 4
   for (int b = lane; b < c.hidden / 64; b += 32) squares += squares_of_64(c, row, b);
 #pragma unroll
   for (int d = 16; d > 0; d /= 2) squares += __shfl_xor_sync(~0u, squares, d);

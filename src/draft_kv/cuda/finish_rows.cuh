@@ -102,15 +102,22 @@ __device__ __forceinline__ void finish_rows(const Problem& p, Word word, int num
   const float* const table = p.table + (p.first_layer + head.layer) * p.table_layer;
   const int byte = in_row / kLanes * 128 + 8 * c;  // of a row
   float cosine[kBatch][4] = {}, sine[kBatch][4] = {}, w[8] = {}, e = 0;
+  std::int64_t to[kBatch];  // element offset of a row's head; -1: not written, or beyond the last row
   const auto load = [&](int i) {
 #pragma unroll
-    for (int b = 0; b < kBatch; ++b) load_turns<kHeadDim>(p, table, positions[i + 2 * b + lane / 16], c, cosine[b], sine[b]);
+    for (int b = 0; b < kBatch; ++b) {
+      const int row = i + 2 * b + lane / 16;
+      const std::int64_t slot = slots[row];
+      to[b] = slot < 0 ? -1 : pool_offset(pool, slot, head.index);
+      if (any_k) load_turns<kHeadDim>(p, table, positions[row], c, cosine[b], sine[b]);
+    }
   };
+  load(first);
   if (any_k) {
-    load(first);
     load_norm<kHeadDim>(p.norm, (p.first_layer + head.layer) * p.norm_layer, c, w);
     e = static_cast<const float*>(p.eps.data)[(p.first_layer + head.layer) * p.eps.stride];
   }
+  auto* const data = static_cast<std::uint16_t*>(pool.data) + 4 * c;
   ready();
 #pragma unroll 1
   for (int i = first; i < rows; i += step) {
@@ -135,9 +142,15 @@ __device__ __forceinline__ void finish_rows(const Problem& p, Word word, int num
         for (int b = 0; b < kBatch; ++b) even[b] += __shfl_xor_sync(~0u, even[b], far), odd[b] += __shfl_xor_sync(~0u, odd[b], far);
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) even[b] += odd[b], even[b] += __shfl_xor_sync(~0u, even[b], 1);
+      // Root and reciprocal are long chains: a lane makes them for one of the rows, and the others take it.
+      static_assert(kBatch <= kLanes);
+      float mine = even[0];
+#pragma unroll
+      for (int b = 1; b < kBatch; ++b) mine = c % kBatch == b ? even[b] : mine;
+      mine = norm_factor(mine, kHeadDim, e);
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
-        const float factor = norm_factor(even[b], kHeadDim, e);
+        const float factor = kBatch == 1 ? mine : __shfl_sync(~0u, mine, b, kLanes);
 #pragma unroll
         for (int j = 0; j < 8; ++j) y[b][j] = y[b][j] * factor * w[j];
         if (p.round_after_norm) {
@@ -180,51 +193,55 @@ __device__ __forceinline__ void finish_rows(const Problem& p, Word word, int num
           high[b] = make_uint2(io_pair<Io>(y[b][4], y[b][5]), io_pair<Io>(y[b][6], y[b][7]));
         }
       }
-      if (i + step < rows) load(i + step);
     }
+    if (native) {
 #pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-      const std::int64_t slot = slots[i + 2 * b + lane / 16];  // -1 beyond the last row
-      if (slot < 0) continue;
-      const std::int64_t offset = pool_offset(pool, slot, head.index);
-      if (native) {
-        auto* const to = static_cast<std::uint16_t*>(pool.data) + offset + 4 * c;
-        *reinterpret_cast<uint2*>(to) = low[b], *reinterpret_cast<uint2*>(to + kHalf) = high[b];
-      } else {
-        const float scale = scale_of(p, head);
+      for (int b = 0; b < kBatch; ++b)
+        if (to[b] >= 0)
+          *reinterpret_cast<uint2*>(data + to[b]) = low[b], *reinterpret_cast<uint2*>(data + to[b] + kHalf) = high[b];
+    } else {
+      const float scale = scale_of(p, head);
 #pragma unroll 1
-        for (int part = 0; part < 2; ++part, low[b] = high[b]) {
+      for (int n = 0; n < 2 * kBatch; ++n) {
+        if (to[0] >= 0) {
           float4 v;
-          from_io_pair<Io>(low[b].x, v.x, v.y), from_io_pair<Io>(low[b].y, v.z, v.w);
-          store_four_here(pool.data, dtype, wide, offset + (part * kHalf + 4 * c) * pool.channel_stride, pool.channel_stride, scale, v);
+          from_io_pair<Io>(low[0].x, v.x, v.y), from_io_pair<Io>(low[0].y, v.z, v.w);
+          store_four_here(pool.data, dtype, wide, to[0] + (n % 2 * kHalf + 4 * c) * pool.channel_stride, pool.channel_stride, scale, v);
         }
+        low[0] = high[0];
+        if (n % 2)
+#pragma unroll
+          for (int b = 1; b < kBatch; ++b) low[b - 1] = low[b], high[b - 1] = high[b], to[b - 1] = to[b];
       }
     }
+    if (i + step < rows) load(i + step);
   }
 }
 
-/// `count` quarters of heads of V of 128 channels, from number v of all layers on, of `rows` rows -> the pool, eight rows of a quarter a warp at a time, by warp `warp` of
-/// `warps`. `word(row, byte)` gives 16 bytes, the first of a row's quarters at byte 0.
-template <class Io, class Word>
+/// `count` quarters of heads of V of 128 channels, all of one layer, from number v of all layers on, of `rows` rows -> the pool, eight rows of a quarter a warp at a time, by warp `warp` of
+/// `warps`. `word(row, byte)` gives 16 bytes, the first of a row's quarters at byte 0, once `ready` has returned.
+template <class Io, class Word, class Ready>
 __device__ __forceinline__ void finish_quarters(const Problem& p, Word word, int v, int count, const std::int64_t* slots, int rows,
-                                                int warp, int warps) {
+                                                int warp, int warps, Ready ready) {
   constexpr DType kType = std::is_same_v<Io, core::bfloat16> ? DType::kBFloat16 : DType::kFloat16;
   int lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
   const bool native = p.v_wide && p.v_dtype == kType;
+  const int layer = v / (4 * p.heads), quarter = v - layer * 4 * p.heads;
+  const LayerPool pool = p.target[1][layer].pool;
+  int n = warp % max(count, 1), first = warp / max(count, 1) * 8;
+  ready();
 #pragma unroll 1
-  for (int n = warp % max(count, 1), first = warp / max(count, 1) * 8; count > 0 && first < rows;) {
-    const Head head{(v + n) / 4 / p.heads, (v + n) / 4 % p.heads, true};
-    const int channel = 32 * ((v + n) % 4) + 8 * (lane % 4), row = first + lane / 4;
+  while (count > 0 && first < rows) {
+    const int channel = 32 * ((quarter + n) % 4) + 8 * (lane % 4), row = first + lane / 4;
     const std::int64_t slot = slots[row];
     if (slot >= 0) {
-      const LayerPool& pool = p.target[1][head.layer].pool;
       const uint4 x = word(row, 64 * n + 16 * (lane % 4));
-      const std::int64_t offset = pool_offset(pool, slot, head.index);
+      const std::int64_t offset = pool_offset(pool, slot, (quarter + n) / 4);
       if (native) {
         *reinterpret_cast<uint4*>(static_cast<std::uint16_t*>(pool.data) + offset + channel) = x;
       } else {
-        const float scale = scale_of(p, head);
+        const float scale = scale_of(p, {layer, (quarter + n) / 4, true});
 #pragma unroll 1
         for (int part = 0; part < 2; ++part) {
           float4 y;
@@ -236,6 +253,11 @@ __device__ __forceinline__ void finish_quarters(const Problem& p, Word word, int
     }
     for (n += warps; n >= count; n -= count) first += 8;
   }
+}
+template <class Io, class Word>
+__device__ __forceinline__ void finish_quarters(const Problem& p, Word word, int v, int count, const std::int64_t* slots, int rows,
+                                                int warp, int warps) {
+  finish_quarters<Io>(p, word, v, count, slots, rows, warp, warps, [] {});
 }
 
 /// The product of target features (features.cuh), where there are no heads: columns `column` .. + columns - 1, a multiple of 16, of up to 8 rows of rounded sums from row `first` on, and

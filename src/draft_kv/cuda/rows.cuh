@@ -50,7 +50,7 @@ __device__ __forceinline__ Row read_row(const Rows& x, int i, bool raise) {
 }
 
 /// By kThreads threads of a block that call themselves 0, 1, .. and meet at `sync`, for at most kThreads * kEach rows: the list in row order and its length.
-/// `bucket` holds kBuckets ints, a power of two of at least twice the rows. Ends with a barrier.
+/// `bucket` holds kBuckets ints, a power of two, as many as rows or (quicker) twice as many. Ends with a barrier.
 template <int kThreads, int kEach, int kBuckets, class Sync>
 __device__ int plan_rows(const Rows& x, Row* list, int* bucket, int* warp_count, bool raise, int thread, Sync sync) {
   Row mine[kEach];

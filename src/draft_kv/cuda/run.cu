@@ -238,27 +238,23 @@ void launch_pairs(const Problem& p, const TensorView& weight, std::int64_t rows,
   deal.width == 5 ? launch_pairs_of<Io, 5>(p, weight, rows, deal, m, stream) : launch_pairs_of<Io, 6>(p, weight, rows, deal, m, stream);
 }
 
-/// few_rows; `rows` is what its tensor map of ctx covers; `next`: of fc, the weights [L, C, hidden] of the launch after it.
-template <class Io, int kHeadDim, bool kEarly>
-void launch_few_of(const Problem& p, const TensorView& weight, std::int64_t rows, const Runs& runs, const Context& context, Stream stream,
-                   const TensorView* next = nullptr) {
-  using F = Few<kHeadDim>;
-  const auto kernel = few_rows<Io, kHeadDim, kEarly>;
+/// few_rows; `rows` is what its tensor map of ctx covers.
+template <class Io, int kHeadDim, bool kEarly, int kNarrow = kHeadDim == 128 ? 32 : 0>
+void launch_few_of(const Problem& p, const TensorView& weight, std::int64_t rows, const Runs& runs, const LayerPlaces& deal,
+                   const Context& context, Stream stream) {
+  using F = Few<kHeadDim, kNarrow>;
+  const auto kernel = few_rows<Io, kHeadDim, kEarly, kNarrow>;
   const auto clusters = clusters_at_once<2>(kernel, F::kThreads);
   FewShape shape{runs};
   if constexpr (kHeadDim == 128) {
-    shape.deal = LayerPlaces::of(p.layers, p.heads, static_cast<int>(clusters));
-    shape.places = shape.deal.used;
+    shape.deal = deal, shape.places = deal.used;
   } else if constexpr (kHeadDim == 64) {
     shape.places = p.layers * p.heads;
-  } else {  // as many columns a cluster as make the fewest rounds
+  } else {  // as many columns a cluster as make the fewest rounds, and at most 64: two rounds of 64 take 127 us at 7168 features where one of 112 takes 141
     const unsigned columns = static_cast<unsigned>(context.hidden), of_16 = columns / 16;
-    const unsigned rounds = blocks_for(columns, F::kWide * clusters);
+    const unsigned rounds = blocks_for(columns, 64 * clusters);
     shape.wide = 16 * static_cast<int>(blocks_for(of_16, rounds * clusters));
     shape.places = static_cast<int>(blocks_for(columns, shape.wide));
-    const Runs of_next = Runs::of(static_cast<int>(next->size(-1)));
-    shape.next_tiles = static_cast<int>(next->size(-2) * next->sizes[0] / kColumns), shape.next_stages = 4;
-    shape.next_half = of_next.begin(of_next.count / 2);
   }
   shape = F::fitted(shape, p.rows.tokens, static_cast<std::size_t>(device_info().shared_bytes));
   shape.first_row = kEarly ? 0 : static_cast<int>(p.rows.first), shape.first_weight = p.first_layer * 2 * p.heads * kHeadDim;
@@ -267,7 +263,7 @@ void launch_few_of(const Problem& p, const TensorView& weight, std::int64_t rows
                    .shared = F::shared_bytes(shape),
                    .cluster = 2,
                    .overlap = true};
-  launch(kernel, how, stream, weight_map(weight, shape.wide, true), next ? weight_map(*next, kColumns, true) : weight_map(weight, 32, true),
+  launch(kernel, how, stream, weight_map(weight, shape.wide, true), weight_map(weight, std::max(kNarrow, 32), true),
          tile_map(p.ctx, weight.dtype, rows, weight.size(-1), p.ctx_stride, shape.tokens, false), shape, p, context);
 }
 /// All of a call of up to 64 rows, as they lie.
@@ -276,19 +272,29 @@ void launch_few(const MaterializeArgs& a, Problem p, const Means& m, Stream stre
   if (m.context.raw) {
     if (p.first_layer == 0) {
       const int features = static_cast<int>(a.ctx_hidden.sizes[1]);
-      launch_few_of<Io, 0, false>(p, a.fc_weight, a.tokens, Runs(kSlices, features / kDepth), m.context, stream, &a.kv_weight);
+      launch_few_of<Io, 0, false>(p, a.fc_weight, a.tokens, Runs(kSlices, features / kDepth), {}, m.context, stream);
       launch(normalize_rows<Io>, {.grid = static_cast<unsigned>(p.rows.tokens), .block = kNormalizeThreads, .overlap = true}, stream,
              m.context, nullptr);
     }
     p.ctx = m.context.raw, p.ctx_stride = p.hidden;
   }
   const Runs runs = Runs::of(p.hidden);
-  if (m.context.raw)
-    launch_few_of<Io, kHeadDim, true>(p, a.kv_weight, p.rows.tokens, runs, m.context, stream);
-  else if (runs.count <= 4)
-    launch_few_of<Io, kHeadDim, false>(p, a.kv_weight, a.tokens, runs, Context{}, stream);
-  else  // 96 places of 7168 features are two rounds of clusters, and 2 us more
-    launch_many<Io, kHeadDim, 1>(p, a.kv_weight, a.tokens, stream);
+  LayerPlaces deal;
+  const auto launch_of = [&](auto narrow) {
+    constexpr int kNarrow = decltype(narrow)::value;
+    m.context.raw ? launch_few_of<Io, kHeadDim, true, kNarrow>(p, a.kv_weight, p.rows.tokens, runs, deal, m.context, stream)
+                  : launch_few_of<Io, kHeadDim, false, kNarrow>(p, a.kv_weight, a.tokens, runs, deal, {}, stream);
+  };
+  if constexpr (kHeadDim == 128) {
+    const int pairs = device_info().multiprocessors / 2;
+    deal = LayerPlaces::of(p.layers, p.heads, pairs);
+    const auto blocks_columns = deal.width * blocks_for(deal.used, pairs) / 2;  // in quarters; of many_rows: whole heads
+    if (m.context.raw || runs.count <= 4 || blocks_columns < 4 * blocks_for(p.layers * 2 * p.heads, 2 * pairs))
+      return deal.width == 6 ? launch_of(std::integral_constant<int, 64>{}) : launch_of(std::integral_constant<int, 32>{});
+  } else if (m.context.raw || runs.count <= 4) {
+    return launch_of(std::integral_constant<int, 0>{});
+  }
+  launch_many<Io, kHeadDim, 1>(p, a.kv_weight, a.tokens, stream);
 }
 /// Groups of warps of many_features that make the fewest rounds of tiles, weighed by what a stage takes (cycles).
 int feature_groups(std::int64_t tokens, std::int64_t hidden) {
