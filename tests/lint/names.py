@@ -20,7 +20,7 @@ def check(root):
             found.append(f"{relative}: file names are snake_case")
         if path.suffix == ".py":
             continue
-        content = re.sub(r"//[^\n]*|__launch_bounds__\s*\([^()]*\)\s*", "", text(path) or "")
+        content = re.sub(r"//[^\n]*|__(?:launch_bounds|cluster_dims)__\s*\([^()]*\)\s*", "", text(path) or "")
         for name in TYPE.findall(content):
             if not re.fullmatch(r"[A-Z][A-Za-z0-9]*", name) and name not in STORAGE_TYPES:
                 found.append(f"{relative}: type {name} is not PascalCase")

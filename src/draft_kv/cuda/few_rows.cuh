@@ -39,7 +39,7 @@ struct Few {
   static constexpr int kRows = 64, kMine = kRows / 2;  // rows, and those that a block finishes
   static constexpr int kThreads = 256;
   static constexpr int kWide = 128, kNarrow = kNarrowed;  // columns of a place: two products
-  static constexpr int kSums = (kWide + kNarrow) / 2;                    // registers of a thread: half of them of rows of either block
+  static constexpr int kSums = (kWide + kNarrow) / 2;     // registers of a thread: half of them of rows of either block
   static constexpr int kHalf = kSums / 2;
   static constexpr bool kInHalves = kHeadDim == 0;            // problem.hpp: each block adds up its runs
   static constexpr int kPart = 32 * kHalf * 4;                // bytes of a warp's 8 rows of one sum; their roundings take its place
@@ -164,7 +164,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Few<kHeadDim, kNarro
     } else if (thread >= 160 && thread < 224 && cluster < shape.places) {
       const auto place = place_of(cluster);
       const bool of_v = thread >= 192;
-      const LayerPool& pool = p.target[of_v][of_v && kHeadDim == 128 ? place.v / (4 * p.heads) : head_of(max(place.head, 0), p.heads).layer].pool;
+      const LayerPool& pool =
+          p.target[of_v][of_v && kHeadDim == 128 ? place.v / (4 * p.heads) : head_of(max(place.head, 0), p.heads).layer].pool;
       read_early(pool.slot_stride), read_early(pool.channel_stride);
     }
   }

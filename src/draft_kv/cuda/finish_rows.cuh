@@ -197,8 +197,7 @@ __device__ __forceinline__ void finish_rows(const Problem& p, Word word, int num
     if (native) {
 #pragma unroll
       for (int b = 0; b < kBatch; ++b)
-        if (to[b] >= 0)
-          *reinterpret_cast<uint2*>(data + to[b]) = low[b], *reinterpret_cast<uint2*>(data + to[b] + kHalf) = high[b];
+        if (to[b] >= 0) *reinterpret_cast<uint2*>(data + to[b]) = low[b], *reinterpret_cast<uint2*>(data + to[b] + kHalf) = high[b];
     } else {
       const float scale = scale_of(p, head);
 #pragma unroll 1

@@ -708,7 +708,8 @@ int main(int argc, char** argv) {
         printf("cold H %d T %d:", H, T);
         for (int pre : {0, 4, 6}) {
           g_prefetched = pre, g_pdl = true;
-          printf(" (%d prefetched) %.2f", pre, time_cold([&](int i) { launch_few<128>(m4n[i % 3], m2n[i % 3], problem(T, i), &m2n2[i % 3]); }));
+          printf(" (%d prefetched) %.2f", pre,
+                 time_cold([&](int i) { launch_few<128>(m4n[i % 3], m2n[i % 3], problem(T, i), &m2n2[i % 3]); }));
         }
         g_prefetched = 6;
         for (int stg : {4}) {
@@ -740,7 +741,11 @@ int main(int argc, char** argv) {
         printf("cold features H %d T %d:", H, T);
         for (int what : {1, 2, 3}) {
           g_pdl = true;
-          printf(" (%s) %.2f", what == 1 ? "fc" : what == 2 ? "raw projection" : "both", time_cold([&](int i) {
+          printf(" (%s) %.2f",
+                 what == 1   ? "fc"
+                 : what == 2 ? "raw projection"
+                             : "both",
+                 time_cold([&](int i) {
                    Problem p = problem(T, i);
                    p.ctx_stride = F, p.hidden = F;
                    if (what != 2) launch_few_of<0>(mfc, mfc, p, Runs(kSlices, F / 64), context);
