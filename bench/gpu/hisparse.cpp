@@ -22,7 +22,8 @@ using i32 = std::int32_t;
 
 std::size_t at(i64 i) { return static_cast<std::size_t>(i); }
 constexpr Device kGpu{DeviceType::kCuda, 0, false};
-constexpr i64 kDsv4Page = 37440;  // bytes
+constexpr i64 kDsv4Page = 37440;              // bytes
+constexpr i64 kFollowers = 3, kApart = 1024;  // whose rows of the host begin so many rows, or pages, apart
 
 struct Case {
   i64 requests = 1, steps = 4, top_k = 2048, hot = 4096, bytes = 576, misses = 782, context = 65536;
@@ -78,11 +79,13 @@ struct World {
     std::mt19937 random(1);
     const i64 B = c.requests, S = c.steps, K = c.top_k, L = c.context;
     // Rows as they lie, or whole pages of 64.
-    const i64 row = c.paged ? kDsv4Page : c.bytes, each = c.paged ? 64 : 1, units = static_cast<i64>(host_pool().bytes()) / row / c.pairs;
+    const i64 row = c.paged ? kDsv4Page : c.bytes, each = c.paged ? 64 : 1,
+              all_units = static_cast<i64>(host_pool().bytes()) / row / c.pairs;
+    const i64 units = all_units - kFollowers * kApart;
     host_rows = units * each;
     device_rows = (B * W + each - 1) / each * each;
     for (i64 i = 0; i < c.pairs; ++i) {
-      host[i] = TensorView(host_pool().data<std::byte>() + i * units * row, DType::kUInt8, {units, row}, {DeviceType::kCpu, 0, true});
+      host[i] = TensorView(host_pool().data<std::byte>() + i * all_units * row, DType::kUInt8, {units, row}, {DeviceType::kCpu, 0, true});
       device[i] = array<std::uint8_t>(DType::kUInt8, {device_rows / each, row});
     }
     std::vector<i64> rows(at(B * L)), all(at(B));
@@ -118,6 +121,19 @@ struct World {
     b.host_cache = host[0], b.device_buffer = device[0];
     if (c.pairs == 2) b.host_cache_v = host[1], b.device_buffer_v = device[1];
     return b;
+  }
+  /// Followers have caches and pools of their own: rows that several of them read from one place would cross the link fewer times.
+  std::vector<KvBuffers> followers() {
+    std::vector<KvBuffers> all;
+    for (i64 f = 0; f < kFollowers; ++f) {
+      KvBuffers b = buffers();
+      for (TensorView* cache : {&b.host_cache, &b.host_cache_v})
+        if (cache->data) cache->data = static_cast<std::byte*>(cache->data) + (f + 1) * kApart * cache->sizes[1];
+      for (TensorView* pool : {&b.device_buffer, &b.device_buffer_v})
+        if (pool->data) *pool = array<std::uint8_t>(DType::kUInt8, {pool->sizes[0], pool->sizes[1]});
+      all.push_back(b);
+    }
+    return all;
   }
   RowLayout layout() const { return c.paged ? RowLayout::kDsv4Paged : RowLayout::kLinear; }
   MissPlan plan() const { return {plan_src, plan_dst, plan_count}; }
@@ -187,16 +203,16 @@ void swaps(Report& report, Gpu& gpu, const Case& c, Parts parts = Parts::kSwap) 
   if (parts == Parts::kSwap) return;
 
   p.plan = w.plan();
-  std::vector<KvBuffers> followers(3, w.buffers());
+  const std::vector<KvBuffers> followers = w.followers();
   ReplayPlanParams replay;
   replay.miss_src = w.plan_src, replay.miss_dst = w.plan_dst, replay.miss_count = w.plan_count;
-  replay.followers = followers.data(), replay.num_followers = 3, replay.layout = w.layout();
+  replay.followers = followers.data(), replay.num_followers = kFollowers, replay.layout = w.layout();
   replay.sm_budget = c.sm_budget;
   Report::Keys with_followers = w.keys();
   with_followers["followers"] = "3";
   floor_of(gpu, c, 4, r);
   SwapInParams both = p;
-  both.followers = followers.data(), both.num_followers = 3;
+  both.followers = followers.data(), both.num_followers = kFollowers;
   r.ours_us = gpu.cold_us([&](Stream s, int) { swap_in(both, s); }, restore);
   report.add("swap_and_followers", with_followers, r);
   r.ours_us = gpu.cold_us(
