@@ -139,7 +139,6 @@ struct ReplayPlanArgs {
   std::int64_t sm_budget;
   const char* op;
   Strided1<std::int32_t> arrived = {};  // [followers], if each is awaited
-  bool early = false;                   // CUDA: the swap that records the plan is the kernel before, and publishes it while it is at work
 };
 struct AwaitFollowerArgs {
   std::int32_t* arrived;  // the follower's

@@ -23,7 +23,7 @@ void published_shape(i64 requests, i64 steps, i64 top_k, i64 hot, i64 item, int 
   SCOPED_TRACE(::testing::Message() << requests << " requests, hot " << hot << ", " << steps << " x " << top_k);
   Random random(9);
   const i64 L = 3 * hot, W = hot + 64, host_rows = 4096;
-  Pinned host(host_rows * item);
+  Pinned host((host_rows + 2) * item);  // followers have caches that begin some rows later
   Pair<u8> device({requests * W, item}), follower[2] = {Pair<u8>({requests * W, item}), Pair<u8>({requests * W, item})};
   Pair<i64> host_locs({requests, L}), ids({requests}), miss_src({requests, steps * top_k});
   Pair<i32> miss_dst({requests, steps * top_k}), miss_count({requests});
@@ -55,11 +55,15 @@ void published_shape(i64 requests, i64 steps, i64 top_k, i64 hot, i64 item, int 
     }
     tokens.set(t);
     for (int turn = 0; turn < (few ? 2 : 1); ++turn) {  // the second misses nothing
-      const bool followed = random.one_in(2);           // followers begin while the swap is at work
+      const bool followed = random.one_in(2);
+      const i64 layers = random.one_in(3) ? 9 : 2;  // 9 are more pairs than a swap brings itself
       for (const Where where : {Where::kDevice, Where::kHost}) {
-        std::vector<KvBuffers> followers(2);
-        for (int i = 0; i < 2; ++i)
-          followers[at(i)].host_cache = host.rows(host_rows, item, where), followers[at(i)].device_buffer = follower[i].view(where);
+        std::vector<KvBuffers> followers(at(layers));
+        for (i64 i = 0; i < layers; ++i) {
+          KvBuffers& f = followers[at(i)];
+          f.host_cache = host.rows(host_rows, item, where), f.device_buffer = follower[i % 2].view(where);
+          f.host_cache.data = static_cast<u8*>(f.host_cache.data) + (1 + i % 2) * item;
+        }
         SwapInParams p;
         p.top_k_tokens = tokens.view(where), p.seq_lens = lens.view(where), p.req_pool_indices = ids.view(where);
         p.host_cache_locs = host_locs.view(where), p.buffers.host_cache = host.rows(host_rows, item, where),
@@ -67,7 +71,7 @@ void published_shape(i64 requests, i64 steps, i64 top_k, i64 hot, i64 item, int 
         p.state = state[where == Where::kDevice], p.top_k_device_locs = out.view(where), p.unique_misses = misses.view(where);
         if (followed) {
           p.plan = {miss_src.view(where), miss_dst.view(where), miss_count.view(where)};
-          p.followers = followers.data(), p.num_followers = 2;
+          p.followers = followers.data(), p.num_followers = layers;
         }
         swap_in(p);
       }

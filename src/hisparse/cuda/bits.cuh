@@ -71,6 +71,11 @@ __device__ __forceinline__ void cluster_barrier_wait(u64* barrier, u32 phase) {
       : "memory");
 }
 
+/// Several arrivals at a barrier of this CTA.
+__device__ __forceinline__ void barrier_arrive(u64* barrier, u32 arrivals) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(ptx::shared(barrier)), "r"(arrivals) : "memory");
+}
+
 // --------------------------------------------------------------------------------------------- 4 bytes to shared memory
 
 /// Asynchronous, without a register on the way.
@@ -107,10 +112,25 @@ __device__ __forceinline__ Wide ask_wide(const u32* p, int bytes) {
   return w;
 }
 
+/// `n` as a factor of a stride of 32 bits: one multiplication, since the compiler does not know that it is not negative.
+__device__ __forceinline__ std::int32_t factor(u32 n) {
+  asm("" : "+r"(n));
+  return static_cast<std::int32_t>(n);
+}
+
 // ------------------------------------------------------------------------------------------------- bit sets with ranks
 
 __device__ __forceinline__ u32 lane_id() { return threadIdx.x & 31u; }
 __device__ __forceinline__ u32 below(u32 bit) { return (1u << bit) - 1u; }
+
+/// Adds to a word of shared memory once for the warp; what was there, for all lanes. (Where the compiler knows that all lanes would add to the same word, it
+/// adds them up first, also where there is but one: a dozen instructions, two of them slow.)
+__device__ __forceinline__ u32 warp_add(u32* p, u32 value) {
+  u32 lane = lane_id(), old = 0;
+  asm("" : "+r"(lane));
+  if (lane_id() == 0) old = atomicAdd(p + lane, value);
+  return __shfl_sync(kFull, old, 0);
+}
 
 __device__ __forceinline__ u32 warp_sum_before(u32 value, u32& total) {
   u32 sum = value;

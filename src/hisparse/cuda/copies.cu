@@ -2,8 +2,8 @@
 //
 // The link is the limit, not the SMs: 32 blocks keep more rows in flight than it can carry, whatever the batch. Work is the list of
 // (miss, follower, pair), dealt to the warps round robin over all batch rows, so that one request with many misses is no tail. Each lane finds
-// one transfer (a search in the running counts of the batch rows), then the warp moves them four at a time. Behind a swap that publishes its plan
-// (swap.cu) the copies begin as soon as that stands, so that the link does not rest between the last row of one and the first of the other.
+// one transfer (a search in the running counts of the batch rows), then the warp moves them four at a time. (Followers that are given with the swap come in the swap's own launch
+// if they can, see swap_bring.cuh.)
 //
 // Followers that are awaited one by one (`arrived`) come one behind the other: a warp brings its rows of the first, says so and goes on with the second, and waits for
 // nobody. The last warp to say so sets the follower's sign, which await_kernel takes. So a layer waits for its own rows alone, and the copies of all of
@@ -25,24 +25,9 @@ constexpr unsigned kReplayBlocks = 32;
 constexpr int kAloneThreads = 1024;  // of 64 registers: all that a multiprocessor has
 constexpr int kMostStreams = 64;     // pairs of buffers in one launch
 
-struct Streams {
-  PairGeometry at[kMostStreams];
-  i64 host_rows, device_rows, item;
-  int vec;
-  bool paged;
+struct Work : Streams<kMostStreams> {
   int rounds, each, first;  // rounds of so many streams: all in one, or a follower's; number of the first follower
 };
-
-/// The count of a row whose swap may still be at work: it is negative until all entries are there.
-__device__ __forceinline__ i64 await_count(const std::int32_t* count) {
-  std::int32_t n;
-#pragma unroll 1
-  for (;;) {
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(n) : "l"(count) : "memory");
-    if (n >= 0) return n;
-    __nanosleep(100);
-  }
-}
 
 constexpr std::int32_t kArrived = INT32_MIN;  // all rows of a follower are there
 
@@ -81,15 +66,13 @@ __global__ void __launch_bounds__(32) await_kernel(std::int32_t* arrived) {
   if (threadIdx.x == 0) *arrived = 0;
 }
 
-/// x.early: this kernel has started while the swap before it, all of whose blocks are running, is at work. It reads nothing else that the swap writes, and is
-/// over behind it.
 template <int kThreads>
-__global__ void __launch_bounds__(kThreads) replay_kernel(const __grid_constant__ ReplayPlanArgs x, const __grid_constant__ Streams to) {
+__global__ void __launch_bounds__(kThreads) replay_kernel(const __grid_constant__ ReplayPlanArgs x, const __grid_constant__ Work to) {
   __shared__ u32 before[kThreads + 1];
   __shared__ u32 warp_sum[32];
-  if (!x.early) ptx::wait_for_previous();
+  ptx::wait_for_previous();
   if (x.sm_budget == 0) ptx::let_next_start();
-  const auto count = [&](i64 b) { return b >= x.batch ? i64{0} : x.early ? await_count(&x.count(b)) : static_cast<i64>(x.count(b)); };
+  const auto count = [&](i64 b) { return b >= x.batch ? i64{0} : static_cast<i64>(x.count(b)); };
   i64 mine_now = count(threadIdx.x);  // under way together with the number of real rows
   i64 real = x.batch;
   if (x.num_real) real = min(max(static_cast<i64>(*x.num_real), i64{0}), x.batch);
@@ -116,20 +99,13 @@ __global__ void __launch_bounds__(kThreads) replay_kernel(const __grid_constant_
         const u64 w = start + static_cast<u64>(lane_id()) * warps;
         Way way{};
         if (w < work) {
-          const u32 miss = static_cast<u32>(w / each), stream = round * each + static_cast<u32>(w - static_cast<u64>(miss) * each);
+          const u32 miss = w >> 32 == 0 ? static_cast<u32>(w) / each : static_cast<u32>(w / each);  // (64 bits: hundreds of cycles)
+          const u32 stream = round * each + static_cast<u32>(w - static_cast<u64>(miss) * each);
           u32 row = 0;
           for (u32 step = widest; step > 0; step >>= 1)
             if (before[row + step] <= miss) row += step;
           const i64 src = x.src(first + row, miss - before[row]), dst = x.dst(first + row, miss - before[row]);
-          if (dst >= 0 && dst < to.device_rows && src >= 0 && src < to.host_rows) {
-            const PairGeometry& g = to.at[stream];
-            way.from = g.host + (to.paged ? layout::paged_value_offset(src) : layout::linear_offset(src, g.host_pitch));
-            way.to = g.device + (to.paged ? layout::paged_value_offset(dst) : layout::linear_offset(dst, g.device_pitch));
-            if (to.paged) {
-              way.scale = g.host + layout::paged_scale_offset(src);
-              way.scale_to = g.device + layout::paged_scale_offset(dst);
-            }
-          }
+          if (dst >= 0 && dst < to.device_rows && src >= 0 && src < to.host_rows) way = way_of(to.at[stream], to.paged, src, dst);
         }
         go_ways(to.vec, to.item, way, static_cast<u32>(min(u64{32}, (work - start + warps - 1) / warps)));
       }
@@ -137,7 +113,6 @@ __global__ void __launch_bounds__(kThreads) replay_kernel(const __grid_constant_
     }
     __syncthreads();
   }
-  if (x.early) ptx::wait_for_previous();
 }
 
 struct Layers {
@@ -163,9 +138,7 @@ __global__ void __launch_bounds__(kThreads) transfer_kernel(const __grid_constan
         layer = layers.at[l];
       const bool inside =
           src >= 0 && dst >= 0 && (layer.src_rows < 0 || src < layer.src_rows) && (layer.dst_rows < 0 || dst < layer.dst_rows);
-      if (inside && layer.src != nullptr && layer.dst != nullptr)
-        way = {layer.src + layout::paged_value_offset(src), layer.dst + layout::paged_value_offset(dst),
-               layer.src + layout::paged_scale_offset(src), layer.dst + layout::paged_scale_offset(dst)};
+      if (inside && layer.src != nullptr && layer.dst != nullptr) way = way_between(true, layer.src, 0, src, layer.dst, 0, dst);
     }
     const u64 all = reinterpret_cast<u64>(way.from) | reinterpret_cast<u64>(way.to);
     const int vec = __all_sync(kFull, all % 16 == 0) ? 16 : __all_sync(kFull, all % 8 == 0) ? 8 : 1;
@@ -199,32 +172,17 @@ __global__ void reset_kernel(const __grid_constant__ ResetArgs x) {
 
 void run(const ReplayPlanArgs& x, const CopyArgs* followers, std::int64_t num_followers, Stream stream) {
   if (x.batch == 0 && !x.arrived) return;
-  i64 host_rows = INT64_MAX, device_rows = INT64_MAX;  // rows that exist everywhere
-  for (i64 f = 0; f < num_followers; ++f) {
-    host_rows = std::min(host_rows, followers[f].host_rows());
-    device_rows = std::min(device_rows, followers[f].device_rows());
-  }
   for (i64 f = 0; f < num_followers;) {  // as many layers a launch as have rows of one kind
-    const CopyGeometry kind = geometry(followers[f]);
-    const int pairs = kind.skip ? 0 : kind.pairs;
-    Streams to{};
-    to.host_rows = host_rows;
-    to.device_rows = device_rows;
-    to.item = kind.item;
-    to.vec = kind.vec;
-    to.paged = kind.paged;
+    const int pairs = followers[f].skip_io ? 0 : followers[f].pairs;
+    Work to{};
+    rows_of(to, followers, num_followers);
     to.first = static_cast<int>(f);
-    int count = 0;
-    for (; f < num_followers; ++f) {
-      const CopyGeometry g = geometry(followers[f]);
-      if (g.item != kind.item || g.paged != kind.paged || count + g.pairs > kMostStreams || (x.arrived && g.pairs != kind.pairs)) break;
-      to.vec = std::min(to.vec, g.vec);
-      if (!g.skip)
-        for (int i = 0; i < g.pairs; ++i) to.at[count++] = g.pair[i];
-    }
-    if (count == 0 && !x.arrived) continue;
+    while (f < num_followers && (!x.arrived || followers[f].pairs == followers[to.first].pairs) &&
+           join(to, geometry(followers[f]), f == to.first))
+      ++f;
+    if (to.count == 0 && !x.arrived) continue;
     to.rounds = x.arrived ? static_cast<int>(f) - to.first : 1;
-    to.each = x.arrived ? pairs : count;
+    to.each = x.arrived ? pairs : to.count;
     specstate::cuda::Launch shape;
     shape.grid = copy_blocks(kReplayBlocks, 1, kReplayBlocks, x.sm_budget);  // how many rows there are, only the GPU knows
     const bool alone = x.sm_budget > 0;

@@ -1,5 +1,6 @@
 #pragma once
 // Moving rows: one warp a row, a few rows of each warp under way, since a row in host memory is more than a microsecond away.
+#include <algorithm>
 #include <string>
 
 #include "hisparse/args.hpp"
@@ -38,6 +39,37 @@ inline CopyGeometry geometry(const CopyArgs& c) {
   }
   g.vec = all % 16 == 0 ? 16 : all % 8 == 0 ? 8 : all % 4 == 0 ? 4 : 1;
   return g;
+}
+
+/// Pairs of buffers with rows of one kind that all get the same rows.
+template <int kMost>
+struct Streams {
+  PairGeometry at[kMost];
+  i64 host_rows, device_rows, item;
+  int count, vec;
+  bool paged;
+};
+/// Whether the pairs of `g` are of that kind too and have room; then they are in. The first ones say which kind it is.
+template <int kMost>
+bool join(Streams<kMost>& to, const CopyGeometry& g, bool first) {
+  if (first)
+    to.item = g.item, to.vec = g.vec, to.paged = g.paged;
+  else if (g.item != to.item || g.paged != to.paged)
+    return false;
+  const int pairs = g.skip ? 0 : g.pairs;
+  if (to.count + pairs > kMost) return false;
+  to.vec = std::min(to.vec, g.vec);
+  for (int i = 0; i < pairs; ++i) to.at[to.count++] = g.pair[i];
+  return true;
+}
+/// Rows that exist in all buffers.
+template <class To>
+void rows_of(To& to, const CopyArgs* followers, i64 n) {
+  to.host_rows = to.device_rows = INT64_MAX;
+  for (i64 f = 0; f < n; ++f) {
+    to.host_rows = std::min(to.host_rows, followers[f].host_rows());
+    to.device_rows = std::min(to.device_rows, followers[f].device_rows());
+  }
 }
 
 /// What the kernels keep in 32 bits.

@@ -88,12 +88,11 @@ __device__ __forceinline__ bool Swap<Form>::quiet(const Found& found, bool& late
   else if (threadIdx.x >= kPolicyThreads)
     stamp_mine(threadIdx.x - kPolicyThreads, kResolvers - kPolicyThreads);
   if (rank == 0 && threadIdx.x == 32) {
-    if (x.plan.src && !publishes()) x.plan.count(b) = 0;
+    if (x.plan.src) x.plan.count(b) = 0;
     if constexpr (kNative<Args>)
       if (x.unique_misses) x.unique_misses(b) = 0;
   }
   if (somebody_misses()) return false;
-  if (publishes() && rank == 0 && threadIdx.x == 32) x.plan.count(b) = 0;
   if constexpr (kNative<Args>)
     if (rank == 0 && threadIdx.x == 0) const_cast<std::int32_t*>(f.clock)[i64{f.clock_row} * r] = static_cast<std::int32_t>(now.call);
   await_table(2);  // no copy comes here once this CTA is gone
@@ -157,6 +156,7 @@ __device__ __forceinline__ void Swap<Form>::row(const Begin& begin) {
     return;
   }
   if constexpr (kOrdinary) {
+    r = factor(static_cast<u32>(r));
     if constexpr (kNative<Args>) hints = f.hints + r * f.hint_row;
     hosts = f.hosts + r * f.host_row;
   } else {
@@ -171,6 +171,7 @@ __device__ __forceinline__ void Swap<Form>::row(const Begin& begin) {
   u32 page = 0;
   std::int32_t spare = -1;
   Clock clock;
+  if (kOrdinary ? (f.flags & kEarly) != 0 : plan.next_early) ptx::let_next_start();
   if (mover) {
     stage();
     tail = ask_tail();
@@ -180,30 +181,31 @@ __device__ __forceinline__ void Swap<Form>::row(const Begin& begin) {
     // Arguments that are read next: cold lines of 64 bytes.
     asm volatile("" ::"l"(copy.pair[0].host), "l"(copy.pair[0].host_pitch), "l"(copy.host_rows), "l"(copy.item), "r"(plan.slice),
                  "r"(plan.context), "r"(plan.box), "r"(plan.bins), "r"(plan.stash), "l"(&nothing));
+    if constexpr (kAhead) cluster_wait();
   } else {
-    look(begin.asked, l);
+    look(0, begin.asked, l);
     clock = ask_clock();  // (beside the hints: who waits for them waits for all that this warp has asked for until then)
     spare = ask_scratch();
+    if constexpr (kAhead) cluster_wait();
   }
-  if (publishes()) {
-    if (threadIdx.x == kResolvers) publish_begin();
-  } else if (kOrdinary ? (f.flags & kEarly) != 0 : plan.next_early) {
-    ptx::let_next_start();
-  }
-  cluster_wait();  // all parts of the table of claims are empty
+  // All parts of the table of claims are empty. (Not earlier: who publishes that waits for what the SM has asked for until then. Behind two roles that share
+  // registers each would wait for what the other has asked for; where there can be clusters of one CTA it is a barrier of the block, and stands in one place.)
+  if constexpr (!kAhead) cluster_wait();
   const bool busy = mover ? move(tail, begin.other, width, real, clock, page) : serve(l, spare, clock);
   phase ^= 1;
   busy_phase ^= busy;
   if (!busy || copy.skip) return;
   bring_rest();
+  if constexpr (kNative<Args> && kOrdinary && !kRows) bring_followers();
   ptx::bulk_wait_read<0>();
 }
 
 /// kRows: a cluster serves several rows, one after the other. Most launches have a cluster for each; their kernel is one without a loop, since the
 /// compiler moves what all rounds of a loop share to its front, and that was hundreds of cycles before the first load.
 template <class Form>
-__global__ void __launch_bounds__(kThreads, 1) swap_kernel(const __grid_constant__ Front f, const __grid_constant__ typename Form::Args x,
-                                                           const __grid_constant__ CopyGeometry copy, const __grid_constant__ Plan plan) {
+__global__ void __launch_bounds__(kThreads, 1)
+    swap_kernel(const __grid_constant__ Front f, const __grid_constant__ typename Form::Args x, const __grid_constant__ CopyGeometry copy,
+                const __grid_constant__ Plan plan, const __grid_constant__ Followed followed) {
   extern __shared__ __align__(16) std::byte dynamic[];
   std::byte* memory = dynamic;
   asm("" : "+l"(memory));  // in a register: as an address of its own it is made anew from the number of the CTA (S2R) for each access
@@ -217,11 +219,12 @@ __global__ void __launch_bounds__(kThreads, 1) swap_kernel(const __grid_constant
     ptx::barrier_init(&s.quiet, max(cluster - 1, 1u));
     ptx::barrier_init(&s.placed, kPolicyThreads);
     ptx::barrier_init(&s.resolved, 1);
+    ptx::barrier_init(&s.firsts, kFirst);
     ptx::barrier_init(&s.met, cluster);
     ptx::fence_barriers();
     ptx::fence_async();
   }
-  Swap<Form> swap{f, x, copy, plan, memory, ptx::cluster_rank(), 0, 0, 0, 0, 0, {}, nullptr, nullptr, nullptr, nullptr, nullptr};
+  Swap<Form> swap{f, x, copy, plan, followed, memory, ptx::cluster_rank(), 0, 0, 0, 0, 0, {}, nullptr, nullptr, nullptr, nullptr, nullptr};
   ptx::wait_for_previous();
 #pragma unroll 1
   for (i64 b = (blockIdx.x - swap.rank >> f.cluster_shift) * f.cluster_inverse;;) {  // an exact division
@@ -289,9 +292,9 @@ const u32* cluster_of(const Args& x) {
   return size;
 }
 
-/// `publish`: the plan, while the call is at work, if it can be. Whether it is.
+/// `followers`: brings their rows too, if they are few, of one kind, and each batch row has a cluster. Whether it does.
 template <class Args>
-bool run_swap(const Args& x, Stream stream, bool publish = false) {
+bool run_swap(const Args& x, Stream stream, const CopyArgs* followers = nullptr, i64 num_followers = 0) {
   if (x.batch == 0) return false;
   const CopyGeometry copy = geometry(x.copy);
   check_rows(x.op, copy);
@@ -322,6 +325,7 @@ bool run_swap(const Args& x, Stream stream, bool publish = false) {
   };
   const bool quads = x.top_k % 4 == 0 && fours(x.tokens) && fours(x.out);
   add_stash(plan, copy, most);
+  add_first(plan, copy);
   specstate::cuda::Launch shape;
   shape.grid = clusters_for(x.batch, cluster, x.sm_budget) * cluster;
   // Blocks of the next kernel that came early would crowd on the few multiprocessors that this one leaves.
@@ -330,19 +334,22 @@ bool run_swap(const Args& x, Stream stream, bool publish = false) {
   shape.shared = plan.bytes;
   shape.cluster = cluster;
   shape.overlap = true;
-  const bool rows = shape.grid.x < x.batch * cluster;
-  publish = publish && plan.next_early && ordinary && !rows;
-  specstate::cuda::launch(kernel_for<Args>(plan.slice, ordinary, quads, rows), shape, stream, make_front(x, plan, ordinary, publish), x,
-                          copy, plan);
-  return publish;
+  // (One CTA by itself takes no form that looks ahead: those are for clusters.)
+  const bool rows = shape.grid.x < x.batch * cluster || (cluster == 1 && (plan.slice <= 2 * kResolvers || !quads));
+  Followed to{};
+  bool follow = num_followers > 0 && ordinary && !rows && !copy.skip;
+  for (i64 i = 0; follow && i < num_followers; ++i) follow = join(to, geometry(followers[i]), i == 0);
+  if (!follow) to.count = 0;
+  rows_of(to, followers, num_followers);
+  specstate::cuda::launch(kernel_for<Args>(plan.slice, ordinary, quads, rows), shape, stream, make_front(x, plan, ordinary), x, copy, plan,
+                          to);
+  return follow;
 }
 
 }  // namespace swap
 
 void run(const SwapInArgs& args, const CopyArgs* followers, std::int64_t num_followers, Stream stream) {
-  ReplayPlanArgs replay = plan_of(args);
-  replay.early = swap::run_swap(args, stream, true);
-  run(replay, followers, num_followers, stream);
+  if (!swap::run_swap(args, stream, followers, num_followers)) run(plan_of(args), followers, num_followers, stream);
 }
 void run(const SwapInArgs& args, Stream stream) { swap::run_swap(args, stream); }
 void run(const SpecSwapArgs& args, Stream stream) { swap::run_swap(args, stream); }

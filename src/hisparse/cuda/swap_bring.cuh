@@ -49,13 +49,13 @@ __device__ __forceinline__ void Swap<Form>::bring_early(u32& taken) const {
     u32 first = 0;
     if (lane_id() == 0) first = atomicOr(&s().taken, 0u);
     first = __shfl_sync(kFull, first, 0);
-    const u32 e = first + lane_id();
+    const u32 e = first_rows() + first + lane_id();
     const u32 row = lane_id() < at_once() && e < plan.stash_rows ? atomicOr(row_of() + e, 0u) : kEmpty;
     const u32 n = __ffs(~__ballot_sync(kFull, row != kEmpty)) - 1;
     if (n > 0) {
       bool won = false;
       if (lane_id() == 0) won = atomicCAS(&s().taken, first, first + n) == first;
-      if (__shfl_sync(kFull, won, 0)) take(first, n, row, taken);
+      if (__shfl_sync(kFull, won, 0)) take(first_rows() + first, n, row, taken);
     } else if (__all_sync(kFull, last)) {
       return;
     } else {
@@ -81,6 +81,7 @@ __device__ __forceinline__ void Swap<Form>::bring(u32 taken) {
   }
   ptx::fence_async();
   ptx::barrier_wait(&s().placed, phase);
+  if constexpr (kAhead) await_first(taken);
   if (s().busy == 0) return;
   __syncwarp();
 #pragma unroll 1
@@ -97,6 +98,18 @@ __device__ __forceinline__ void Swap<Form>::bring(u32 taken) {
   if (held != kEmpty) move_straight(held);
 }
 
+/// The first rows are one mover's. Nobody leaves before they have come, whatever becomes of them.
+template <class Form>
+__device__ __forceinline__ void Swap<Form>::await_first(u32& taken) const {
+  const u32 n = min(first_rows(), moves());
+  if (threadIdx.x / 32 != kResolvers / 32 || n == 0) return;
+  if (lane_id() == 0) {
+    if (n < kFirst) barrier_arrive(&s().firsts, kFirst - n);
+    taken |= below(n);
+  }
+  ptx::barrier_wait(&s().firsts, 0);
+}
+
 /// The others, by all warps.
 template <class Form>
 __device__ __forceinline__ void Swap<Form>::bring_rest() {
@@ -106,15 +119,32 @@ __device__ __forceinline__ void Swap<Form>::bring_rest() {
 
 template <class Form>
 __device__ __forceinline__ u32 Swap<Form>::next_rows() const {
-  u32 first = 0;
-  if (lane_id() == 0) first = atomicAdd(&s().taken, at_once());
-  return __shfl_sync(kFull, first, 0);
+  return first_rows() + warp_add(&s().taken, at_once());
 }
 
 template <class Form>
 __device__ __forceinline__ void Swap<Form>::move_straight(u32 first) {
   const u32 e = first + lane_id(), n = min(at_once(), moves() - first);
   move_pool_rows(copy, lane_id() < n ? host_row_at(e) : 0, lane_id() < n ? target()[e] : -1, n);
+}
+
+/// Rows of the followers, behind my own: they come from the same rows of their caches on the host and go to the same places. So the link is asked for them before
+/// the last of mine have come. By all warps.
+template <class Form>
+__device__ __forceinline__ void Swap<Form>::bring_followers() const {
+  const u32 streams = static_cast<u32>(followed.count), all = moves() * streams;
+#pragma unroll 1
+  for (u32 first; (first = warp_add(&s().followed, kGroup)) < all;) {
+    const u32 w = first + lane_id(), n = min(kGroup, all - first);
+    Way way{};
+    if (lane_id() < n) {
+      const u32 e = w / streams;
+      const i64 src = host_row_at(e), dst = target()[e];
+      if (dst >= 0 && dst < followed.device_rows && src < followed.host_rows)
+        way = way_of(followed.at[w - e * streams], followed.paged, src, dst);
+    }
+    go_ways(followed.vec, followed.item, way, n);
+  }
 }
 
 }  // namespace specstate::hisparse::cuda::swap

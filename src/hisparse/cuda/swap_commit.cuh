@@ -44,10 +44,6 @@ __device__ __forceinline__ void Swap<Form>::decide() {
   if constexpr (!kOrdinary) meet();  // nobody looks at the tables any more
   commit(victims, spare);
   ptx::barrier_arrive(&s().placed);
-  if (publishes()) {
-    policy_barrier();
-    if (threadIdx.x == 0) publish_end(static_cast<std::int32_t>(victims + spare));
-  }
   answer_again(victims, spare);
   if (!alone()) stamp_hits(true);
   if (rank == 0 && threadIdx.x / 32 == kPolicyWarps - 1) finish(misses, victims, spare);
@@ -57,7 +53,6 @@ __device__ __forceinline__ void Swap<Form>::decide() {
 /// Tables, plan and answers of what this CTA claimed; target() becomes its device row.
 template <class Form>
 __device__ __forceinline__ void Swap<Form>::commit(u32 victims, u32 spare) const {
-  u64 back = 0;
 #pragma unroll 1
   for (u32 e = my_entry(); e < moves(); e += kPolicyThreads) {
     const u32 first = served()[e];
@@ -81,17 +76,10 @@ __device__ __forceinline__ void Swap<Form>::commit(u32 victims, u32 spare) const
     target()[e] = loc;
     answer(number()[e], loc);
     if (x.plan.src && loc >= 0) {
-      if (publishes()) {
-        back |= atomicExch(reinterpret_cast<unsigned long long*>(&x.plan.src(b, u)), u64{host_row_at(e)});
-        back |= static_cast<u32>(atomicExch(&x.plan.dst(b, u), loc));
-      } else {
-        x.plan.src(b, u) = host_row_at(e);
-        x.plan.dst(b, u) = loc;
-      }
+      x.plan.src(b, u) = host_row_at(e);
+      x.plan.dst(b, u) = loc;
     }
   }
-  if (publishes())
-    *static_cast<volatile u32*>(words(plan.bins) + threadIdx.x) = static_cast<u32>(back ^ back >> 32);  // waits for all of them
 }
 
 /// The other occurrences of missing tokens.
@@ -104,21 +92,6 @@ __device__ __forceinline__ void Swap<Form>::answer_again(u32 victims, u32 spare)
     const u32 u = number_of(first);
     answer(number()[e], u < victims ? slot_loc(victim(u)) : u - victims < spare ? spare_row(u - victims) : -1);
   }
-}
-
-template <class Form>
-__device__ __forceinline__ void Swap<Form>::publish_begin() const {
-  if (rank == 0) {
-    *reinterpret_cast<volatile std::int32_t*>(&x.plan.count(b)) = kPending;
-    __threadfence();
-  }
-  ptx::let_next_start();
-}
-
-template <class Form>
-__device__ __forceinline__ void Swap<Form>::publish_end(std::int32_t n) const {
-  if (atomicAdd(&x.plan.count(b), 1) == kPending + static_cast<std::int32_t>(cluster()) - 1)
-    *reinterpret_cast<volatile std::int32_t*>(&x.plan.count(b)) = n;
 }
 
 /// The stamps of what this CTA saw hit. Other CTAs may still be reading them: the age of a hit column is of no account.
@@ -161,7 +134,7 @@ __device__ __forceinline__ void Swap<Form>::finish(u32 misses, u32 victims, u32 
     found = __reduce_add_sync(kFull, found);
   }
   if (lane_id() != 0) return;
-  if (x.plan.src && (misses == 0 || !publishes())) x.plan.count(b) = static_cast<std::int32_t>(victims + spare);
+  if (x.plan.src) x.plan.count(b) = static_cast<std::int32_t>(victims + spare);
   if constexpr (kNative<Args>) {
     x.clock(r) = static_cast<std::int32_t>(now.call);
     if (x.unique_misses) x.unique_misses(b) = static_cast<std::int32_t>(misses);
@@ -180,7 +153,6 @@ __device__ void Swap<Form>::padding(std::int32_t sentinel, u32 threads) const {
   for (u32 i = threadIdx.x; occurrence(i) < occurrences(); i += threads) answer(occurrence(i), sentinel);
   if (rank != 0 || threadIdx.x != 0) return;
   if (x.plan.src) x.plan.count(b) = 0;
-  if (publishes()) __threadfence();
   if constexpr (kNative<Args>) {
     if (x.unique_misses) x.unique_misses(b) = 0;
     if (x.unique_hits) x.unique_hits(b) = 0;

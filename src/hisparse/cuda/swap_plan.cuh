@@ -94,8 +94,10 @@ inline void add_stash(Plan& p, const CopyGeometry& copy, u32 most) {
   p.bytes += p.stash_rows * p.stash_pitch;
   p.one_words += (p.stash_rows + 3) & ~3u;
 }
+/// Rows that who lists them asks for: bulk copies, so they have no scales.
+inline void add_first(Plan& p, const CopyGeometry& copy) { p.first_rows = copy.paged ? 0 : std::min(kFirst, p.stash_rows); }
 template <class Args>
-Front make_front(const Args& x, const Plan& p, bool ordinary, bool publish) {
+Front make_front(const Args& x, const Plan& p, bool ordinary) {
   Front f{};
   f.cluster_shift = static_cast<u32>(std::countr_zero(p.cluster));
   const u32 odd = p.cluster >> f.cluster_shift;
@@ -128,7 +130,6 @@ Front make_front(const Args& x, const Plan& p, bool ordinary, bool publish) {
     f.ages = x.stamps.data, f.age_row = narrow(x.stamps.s0), f.clock = x.clock.data, f.clock_row = narrow(x.clock.s0);
     if (x.token_slots.bytes == 4) f.flags |= kWideHints;
     if (!x.unique_hits && x.scratch <= kResolvers) f.flags |= kAlone;
-    if (publish) f.flags |= kPublish;
   } else {
     f.ages = &x.policy(1, 0), f.age_row = narrow(x.policy.s0), f.clock = x.policy.data, f.clock_row = narrow(x.policy.s1);
   }

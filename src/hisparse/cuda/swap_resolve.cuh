@@ -13,7 +13,7 @@ __device__ __forceinline__ auto Swap<Form>::begin(i64 batch_row) -> Begin {
   Begin a;
   if constexpr (kOrdinary) {
     const auto* const ids = static_cast<const std::byte*>(f.requests);
-    const auto row = static_cast<std::int32_t>(b);
+    const std::int32_t row = factor(static_cast<u32>(b));
     const int width = f.flags & kWideRequests ? 8 : 4;
     a.request = ask_wide(reinterpret_cast<const u32*>(ids + i64{f.request_bytes} * row), width);
     a.real = *f.real;
@@ -38,7 +38,7 @@ __device__ __forceinline__ auto Swap<Form>::begin(i64 batch_row) -> Begin {
 template <class Form>
 __device__ __forceinline__ Wide Swap<Form>::ask_length(bool some, u32 step) const {
   if constexpr (kOrdinary)
-    return ask_wide(reinterpret_cast<const u32*>(lengths + i64{f.length_step} * step), f.flags & kWideLengths ? 8 : 4);
+    return ask_wide(reinterpret_cast<const u32*>(lengths + i64{f.length_step} * factor(step)), f.flags & kWideLengths ? 8 : 4);
   return ask_wide(some ? wide_at(x.seq_lens, b, step) : reinterpret_cast<const u32*>(&no_tokens), x.seq_lens.bytes);
 }
 
@@ -48,7 +48,7 @@ __device__ __forceinline__ void Swap<Form>::ask(u32 round, Asked (&a)[kDeep]) co
     const u32 o = occurrence(turn(round, 0));
     const bool some = o < occurrences();
     const u32 step = some ? step_of(o) : 0, place = some ? o - step * top_k() : 0;  // one that has none reads the first
-    [[maybe_unused]] const int4 t = *reinterpret_cast<const int4*>(selection + i64{f.token_step} * step + place);
+    [[maybe_unused]] const int4 t = *reinterpret_cast<const int4*>(selection + i64{f.token_step} * factor(step) + place);
     const Wide length = ask_length(some, step);
     a[0] = {t.x, length, some}, a[1] = {t.y, length, some}, a[2] = {t.z, length, some}, a[3] = {t.w, length, some};
   } else {
@@ -58,7 +58,7 @@ __device__ __forceinline__ void Swap<Form>::ask(u32 round, Asked (&a)[kDeep]) co
       const bool some = threadIdx.x < kResolvers && o < occurrences();
       const u32 step = some ? step_of(o) : 0, place = some ? o - step * top_k() : 0;
       if constexpr (kOrdinary)
-        a[q].token = selection[i64{f.token_step} * step + i64{f.token_place} * place];
+        a[q].token = selection[i64{f.token_step} * factor(step) + i64{f.token_place} * factor(place)];
       else
         a[q].token = *(some ? &x.tokens(b, step, place) : reinterpret_cast<const std::int32_t*>(&no_tokens));
       a[q].length = ask_length(some, step);
@@ -67,12 +67,13 @@ __device__ __forceinline__ void Swap<Form>::ask(u32 round, Asked (&a)[kDeep]) co
   }
 }
 
-/// The host row of token t, if there can be one; what row_of_host() makes of it: kEmpty if there is none.
+/// Where the host row of token t stands, if there can be one; what row_of_host() makes of what stands there: kEmpty if there is none.
 template <class Form>
-__device__ __forceinline__ Wide Swap<Form>::ask_host(std::int32_t t) const {
+__device__ __forceinline__ const u32* Swap<Form>::host_of(std::int32_t t) const {
   if constexpr (kOrdinary)
-    return ask_wide(reinterpret_cast<const u32*>(hosts + i64{f.host_bytes} * (static_cast<u32>(t) < context() ? t : 0)), host_width());
-  return ask_wide(static_cast<u32>(t) < context() ? wide_at(x.host_locs, r, t) : reinterpret_cast<const u32*>(&no_tokens), host_width());
+    return reinterpret_cast<const u32*>(hosts + i64{f.host_bytes} * factor(static_cast<u32>(t) < context() ? static_cast<u32>(t) : 0));
+  else
+    return static_cast<u32>(t) < context() ? wide_at(x.host_locs, r, t) : reinterpret_cast<const u32*>(&no_tokens);
 }
 
 template <class Form>
@@ -104,7 +105,7 @@ __device__ __forceinline__ u32 Swap<Form>::hint(std::int32_t t) const {
 }
 
 template <class Form>
-__device__ __forceinline__ void Swap<Form>::look(const Asked (&asked)[kDeep], Look& l) const {
+__device__ __forceinline__ void Swap<Form>::look(u32 round, const Asked (&asked)[kDeep], Look& l) const {
 #pragma unroll
   for (u32 q = 0; q < kDeep; ++q) {
     l.length[q] = clamp(asked[q].length.value(kOrdinary ? (f.flags & kWideLengths ? 8 : 4) : x.seq_lens.bytes));
@@ -112,6 +113,12 @@ __device__ __forceinline__ void Swap<Form>::look(const Asked (&asked)[kDeep], Lo
     l.hint[q] = kEmpty;
     if (kNative<Args> ? t >= 0 && static_cast<u32>(t) < context() : t >= static_cast<std::int32_t>(hot())) l.hint[q] = hint(t);
   }
+  if constexpr (kAhead)  // while the hints are on their way
+#pragma unroll
+    for (u32 q = 0; q < kDeep; ++q) {
+      Claim& c = l.claim[q] = prepare(turn(round, q), l.token[q]);
+      asm volatile("" : "+l"(c.host), "+r"(c.place), "+r"(c.entry), "+r"(c.number));
+    }
 }
 
 template <class Form>
@@ -164,7 +171,7 @@ __device__ __forceinline__ void Swap<Form>::resolve(Look& l, Found& found) const
 #pragma unroll
     for (u32 q = 0; q < kDeep; ++q)
       misses[q] = ahead[q] = kAhead && token_[q] >= 0 && h[q] == kEmpty && static_cast<u32>(n[q] - token_[q]) > tail();
-    if constexpr (kAhead) list(round, token_, misses);
+    if constexpr (kAhead) list(round, token_, misses, l.claim);
     if (round == 0) {
       await_table(0);
       if (tail() > kMostTailMap) await_table(1);
@@ -195,13 +202,13 @@ __device__ __forceinline__ void Swap<Form>::resolve(Look& l, Found& found) const
       others[q] = token_[q] >= 0 && !ahead[q] && columns_[q] == kEmpty;
       if (columns_[q] != kEmpty) note_hit(columns_[q]);
     }
-    list(round, token_, others);
+    list(round, token_, others, l.claim);
 #pragma unroll
     for (u32 q = 0; q < kDeep; ++q) misses[q] |= others[q];
 #pragma unroll
     for (u32 q = 0; q < kDeep; ++q) found.column[q] = columns_[q], found.miss[q] = misses[q];
     if (more || !kLate) answer_found(round, found);
-    if (more) look(asked, l);
+    if (more) look(round + kDeep * kResolvers, asked, l);
     found.round = round;
   }
 }

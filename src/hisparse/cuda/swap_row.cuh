@@ -21,6 +21,7 @@ struct Swap {
   const Args& x;
   const CopyGeometry& copy;
   const Plan& plan;
+  const Followed& followed;
   std::byte* memory;
   u32 rank;
   u32 phase, busy_phase, met_phase;  // of the barriers: a row; a row with something to move; a meeting
@@ -49,6 +50,8 @@ struct Swap {
   __device__ __forceinline__ u32 moves() const { return s().lists & 0xFFFFu; }
   __device__ __forceinline__ u32 again() const { return s().lists >> 16; }
   __device__ __forceinline__ u32 back(u32 j) const { return plan.slice - 1 - j; }
+  /// So many of them are asked for by who lists them; the movers bring the others.
+  __device__ __forceinline__ u32 first_rows() const { return kAhead ? plan.first_rows : 0; }
   __device__ __forceinline__ u32* token() const { return words(plan.token); }
   __device__ __forceinline__ std::int32_t* target() const { return at<std::int32_t>(plan.target); }  // (native: takes the place of served)
   __device__ __forceinline__ u32* row_of() const { return words(plan.row); }
@@ -110,9 +113,6 @@ struct Swap {
   /// A call that decides by itself what it can: all CTAs see whatever makes the row invalid, each stamps the hits that it sees, and a call without a miss
   /// needs nothing but that all say so.
   __device__ __forceinline__ bool alone() const { return kBytes && !kRows && (f.flags & kAlone) != 0 && !now.restart; }
-  /// A plan that the next kernel replays while this one is still at work: the count of a row is first negative, kPending + the CTAs whose entries are
-  /// there; the last one writes how many there are. Nothing is published by a fence, which would wait for rows of the host: an exchange has come back.
-  __device__ __forceinline__ bool publishes() const { return kBytes && !kRows && (f.flags & kPublish) != 0; }
 
   // ------------------------------------------------------------------------------------ who meets whom within this CTA
 
@@ -155,10 +155,16 @@ struct Swap {
     Wide length;
     bool some;
   };
+  /// Of an occurrence, should it miss: where its token's row of the host stands, its token's place in the table of claims, its number.
+  struct Claim {
+    const u32* host;
+    u32 place, entry, number;  // entry: the place's address
+  };
   /// What is read next of occurrences, by their tokens; nothing here waits for it.
   struct Look {
     std::int32_t token[kDeep], length[kDeep];  // token -1: none
     u32 hint[kDeep];
+    Claim claim[kDeep];  // kAhead
   };
   /// What a round has found: columns, kEmpty none; what is missing is answered later.
   struct Found {
@@ -175,10 +181,10 @@ struct Swap {
   __device__ Begin begin(i64 batch_row);
   __device__ Wide ask_length(bool some, u32 step) const;
   __device__ void ask(u32 round, Asked (&a)[kDeep]) const;
-  __device__ Wide ask_host(std::int32_t t) const;
+  __device__ const u32* host_of(std::int32_t t) const;
   __device__ u32 row_of_host(const Wide& h, std::int32_t t) const;
   __device__ u32 hint(std::int32_t t) const;
-  __device__ void look(const Asked (&asked)[kDeep], Look& l) const;
+  __device__ void look(u32 round, const Asked (&asked)[kDeep], Look& l) const;
   __device__ void note_hit(u32 column) const;
   __device__ void answer_found(u32 round, const Found& found) const;
   __device__ void resolve(Look& l, Found& found) const;
@@ -191,8 +197,9 @@ struct Swap {
   __device__ u32 next_place(u32 p) const;
   static constexpr u64 kNobody = ~u64{0};  // has an entry
   __device__ u64 swap_entry(u32 p, u64 expected, u64 value) const;
-  __device__ u32 claim(u32 t, u32 o, u64 found, bool& mine) const;
-  __device__ void list(u32 round, const std::int32_t (&tokens)[kDeep], bool (&misses)[kDeep]) const;
+  __device__ Claim prepare(u32 i, std::int32_t t) const;
+  __device__ u32 claim(u32 p, u64 asks, u64 found, bool& mine) const;
+  __device__ void list(u32 round, const std::int32_t (&tokens)[kDeep], bool (&misses)[kDeep], Claim (&claims)[kDeep]) const;
   __device__ u32 token_at(u32 e) const;
   __device__ u32 host_row_at(u32 e) const;
 
@@ -231,8 +238,6 @@ struct Swap {
   __device__ void decide();
   __device__ void commit(u32 victims, u32 spare) const;
   __device__ void answer_again(u32 victims, u32 spare) const;
-  __device__ void publish_begin() const;
-  __device__ void publish_end(std::int32_t n) const;
   __device__ void stamp_mine(u32 first, u32 threads) const;
   __device__ void stamp_hits(bool some_victims) const;
   __device__ void finish(u32 misses, u32 victims, u32 spare) const;
@@ -255,7 +260,9 @@ struct Swap {
   __device__ void take(u32 first, u32 n, u32 row, u32& taken) const;
   __device__ void bring_early(u32& taken) const;
   __device__ void bring(u32 taken);
+  __device__ void await_first(u32& taken) const;
   __device__ void bring_rest();
+  __device__ void bring_followers() const;
   __device__ u32 next_rows() const;
   __device__ void move_straight(u32 first);
 

@@ -24,7 +24,8 @@ using Pair = Flight<uint4, 2, 4>;
 constexpr u32 kNowhere = 0x3FFFFFFFu;                       // sglang's state: no host row
 constexpr u32 kInSlot = 0x40000000u, kLastSlot = 0xFFFFFu;  // sglang's state: kInSlot + kLastSlot - slot, found in spite of its index
 constexpr u32 kAnswered = 0xFFFFFFFFu;
-constexpr std::int32_t kPending = INT32_MIN;  // of a count that is to come, see publishes()
+constexpr u32 kFirst = 4;     // rows of a CTA that who lists them asks for, see list()
+constexpr int kFollowed = 8;  // pairs of buffers of followers that a swap brings itself
 
 /// Sizes and places in shared memory, the same for all CTAs of a launch.
 struct Plan {
@@ -36,6 +37,7 @@ struct Plan {
   bool next_early;   // the next kernel finds room beside this one
   u32 columns_words, hot_words, tail_mask, scratch_words, filter_mask;
   u32 stash_rows, stash_pitch;  // that fit into what is left; bytes of one
+  u32 first_rows;               // of them that who lists them asks for
   u32 context, tail;
   // Ordinary calls: strides of the selection and the answers in elements (step, place).
   std::int32_t token_step, token_place, out_step, out_place;
@@ -73,9 +75,11 @@ struct Front {
   u32 scratch;
   std::int32_t slot_step, loc_step;
 };
-/// Its flags. kAlone: see alone(); kEarly: Plan's next_early; kPublish: see publishes().
-constexpr u32 kWideRequests = 1, kWideLengths = 2, kGivenReal = 4, kBulk = 8, kWideHosts = 16, kWideHints = 32, kAlone = 64, kEarly = 128,
-              kPublish = 256;
+/// Its flags. kAlone: see alone(); kEarly: Plan's next_early.
+constexpr u32 kWideRequests = 1, kWideLengths = 2, kGivenReal = 4, kBulk = 8, kWideHosts = 16, kWideHints = 32, kAlone = 64, kEarly = 128;
+
+/// The followers of a layer that get the same rows.
+using Followed = Streams<kFollowed>;
 
 template <class Args>
 constexpr bool kNative = false;
@@ -88,8 +92,10 @@ struct Shared {             // the fixed part
   u64 placed, met;          // it is known where the rows go; the thinking warps of all CTAs have come here
   u64 resolved;             // the lists are complete
   u64 quiet;                // all others miss nothing
+  u64 firsts;               // the first rows are in the stash
   u32 lists;                // lengths of mine: moves() | again() << 16
-  u32 taken;                // so many rows have a warp that brings them
+  u32 taken;                // so many rows behind the first ones have a warp that brings them
+  u32 followed;             // so many rows of followers
   u32 bad;                  // something that makes the row invalid
   u32 busy;                 // there is something to move
   u32 loud;                 // somebody else misses something

@@ -18,7 +18,7 @@ __device__ __forceinline__ void Swap<Form>::clear() const {
   fill(words(f.zeros), f.zero_words, 0);
   fill(words(f.ones), f.one_words, kEmpty);
   if (threadIdx.x == kResolvers) {
-    s().lists = s().high = s().taken = s().bad = s().loud = 0;
+    s().lists = s().high = s().taken = s().followed = s().bad = s().loud = 0;
     s().low = kTaken;
   }
 }
