@@ -110,7 +110,7 @@ __device__ __forceinline__ void request_rows(const char* state, Shared& s, int w
   __syncwarp();
 }
 
-/// The first n records of a slot.
+/// The n records of a slot, those too that do not wait: how many do is still under way.
 __device__ __forceinline__ void ask_records(const SpreadCall& a, Shared& s, int slot, int hv, int n) {
   std::uint64_t& here = s.between().records_here;
   const SpreadCall::Channel &k = a.channels[1], &v = a.channels[2];
@@ -200,10 +200,13 @@ __device__ __forceinline__ void operands(const SpreadCall& a, Shared& s, int t, 
 }
 
 /// P and Q of this warp's rows, in the place of the rows: [P, Q][row][token], rows kPitch apart.
+/// kFold: the copies that take the rows to memory have read them before.
+template <bool kFold>
 __device__ __forceinline__ void multiply_rows(Shared& s, int warp, int lane) {
   const int g = lane / 4, t = lane % 4;
   float total[2][4];
   plain::product<2, 4>(s.piece(warp, g & 1) + g / 2 * kDim + 4 * t, 4 * kDim, reinterpret_cast<const float4*>(s.operand) + lane, total);
+  if (kFold) ptx::bulk_wait_read<0>();
   __syncwarp();
   float* const to = s.piece(warp, 0) + t * kPitch + g;
 #pragma unroll
@@ -252,63 +255,75 @@ __device__ __forceinline__ void multiply_rows_few(Shared& s, int warp, int lane)
   __syncwarp();
 }
 
-/// Folds what waits into this warp's rows of the state, 8 at a time, which go to memory, and multiplies them: their P and Q as multiply_rows() leaves them.
-/// The second 8 rows of warps kParked and kParked + 1, in whose place the records are, come from memory and take the place of the first.
-__device__ __forceinline__ void fold_and_multiply(char* state, Shared& s, float beta, int warp, int lane) {
+/// Folds what waits into 8 of this warp's rows of the state, which go to memory. The second 8 rows of warps kParked and kParked + 1, in whose place the
+/// records are, come from memory and take the place of the first, when these are multiplied. Gives their place.
+__device__ __forceinline__ float* fold_rows(char* state, Shared& s, float beta, int warp, int half, int lane) {
   constexpr int R = kPiece / kDim / 2;
-  const int l = lane & 15, first = lane / 16 * R, waiting = s.between().waiting, g = lane / 4, t4 = lane % 4;
+  const int l = lane & 15, first = lane / 16 * R, waiting = s.between().waiting;
+  const bool parked = half && is_parked<true>(warp);
+  float* const to = s.piece(warp, parked ? 0 : half);
+  if (!waiting && !parked) return to;
   const auto row_at = [&](int i) { return (first + (i ^ row_of<R>(l))) * kDim + 4 * l; };
-  char* home = state + warp * (kRows * kDim * 4);
-  const bfloat16* v = s.old_v(0) + warp * kRows + first + row_of<R>(l);
+  char* const home = state + (warp * kRows + half * (kRows / 2)) * (kDim * 4);
+  const bfloat16* const v = s.old_v(0) + warp * kRows + half * (kRows / 2) + first + row_of<R>(l);
+  Rows<kDim, R> x;
+  const auto load = [&](const float* from, auto global) {
+#pragma unroll
+    for (int i = 0; i < R; ++i)
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const float4* const p = reinterpret_cast<const float4*>(from + row_at(i) + 64 * j);
+        const float4 y = global ? __ldcg(p) : *p;  // from L2: a bulk copy overwrites it
+        x.s[i][4 * j] = y.x, x.s[i][4 * j + 1] = y.y, x.s[i][4 * j + 2] = y.z, x.s[i][4 * j + 3] = y.w;
+      }
+  };
+  if (parked)
+    load(reinterpret_cast<const float*>(home), std::true_type());
+  else
+    load(to, std::false_type());
+#pragma unroll 1
+  for (int t = 0; t < waiting; ++t) {
+    const StepOf<bfloat16> step = {
+        s.old_key(t), nullptr, s.old_decay(t), core::to_float(v[t * kDim]), __shfl_sync(kAll, beta, t), s.between().fk[t], 0, 0};
+    advance<kDim, R, false, false>(x, step, lane, true);
+  }
+  if (parked) {
+    ptx::bulk_wait_read<0>();
+    __syncwarp();
+  }
+#pragma unroll
+  for (int i = 0; i < R; ++i)
+#pragma unroll
+    for (int j = 0; j < 2; ++j)
+      *reinterpret_cast<float4*>(to + row_at(i) + 64 * j) =
+          make_float4(x.s[i][4 * j], x.s[i][4 * j + 1], x.s[i][4 * j + 2], x.s[i][4 * j + 3]);
+  ptx::fence_async();
+  __syncwarp();
+  if (lane == 0 && waiting) {
+    ptx::bulk_store(home, to, kPiece * 4);
+    ptx::bulk_commit();
+  }
+  return to;
+}
+
+/// Folds what waits into this warp's rows, 8 at a time, and multiplies them as multiply_rows().
+__device__ __forceinline__ void fold_and_multiply(char* state, Shared& s, float beta, int warp, int lane) {
+  const bool parks = is_parked<true>(warp);
   float before[4] = {}, total[1][4];
 #pragma unroll 1
   for (int half = 0; half < 2; ++half) {
-    const bool parked = half && is_parked<true>(warp);
-    float* const to = s.piece(warp, parked ? 0 : half);
-    if (waiting || parked) {
-      Rows<kDim, R> x;
-      const auto load = [&](const float* from) {
+    const float* const to = fold_rows(state, s, beta, warp, half, lane);
+    if (parks) {
+      if (half)
 #pragma unroll
-        for (int i = 0; i < R; ++i)
-#pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            const float4 y = *reinterpret_cast<const float4*>(from + row_at(i) + 64 * j);
-            x.s[i][4 * j] = y.x, x.s[i][4 * j + 1] = y.y, x.s[i][4 * j + 2] = y.z, x.s[i][4 * j + 3] = y.w;
-          }
-      };
-      if (parked)
-        load(reinterpret_cast<const float*>(home));
-      else
-        load(to);
-#pragma unroll 1
-      for (int t = 0; t < waiting; ++t) {
-        const StepOf<bfloat16> step = {
-            s.old_key(t), nullptr, s.old_decay(t), core::to_float(v[t * kDim]), __shfl_sync(kAll, beta, t), s.between().fk[t], 0, 0};
-        advance<kDim, R, false, false>(x, step, lane, true);
-      }
-      if (parked) {
-        ptx::bulk_wait_read<0>();
-        __syncwarp();
-      }
-#pragma unroll
-      for (int i = 0; i < R; ++i)
-#pragma unroll
-        for (int j = 0; j < 2; ++j)
-          *reinterpret_cast<float4*>(to + row_at(i) + 64 * j) =
-              make_float4(x.s[i][4 * j], x.s[i][4 * j + 1], x.s[i][4 * j + 2], x.s[i][4 * j + 3]);
-      ptx::fence_async();
-      __syncwarp();
-      if (lane == 0 && waiting) ptx::bulk_store(home, to, kPiece * 4), ptx::bulk_commit();
+        for (int e = 0; e < 4; ++e) before[e] = total[0][e];
+      plain::product<1, 4>(to + lane / 4 * kDim + lane % 4 * 4, 0, reinterpret_cast<const float4*>(s.operand) + lane, total);
     }
-    if (half)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) before[e] = total[0][e];
-    plain::product<1, 4>(to + g * kDim + 4 * t4, 0, reinterpret_cast<const float4*>(s.operand) + lane, total);
-    home += kPiece * 4, v += kRows / 2;
   }
+  if (!parks) return multiply_rows<true>(s, warp, lane);
   ptx::bulk_wait_read<0>();
   __syncwarp();
-  float* const to = s.piece(warp, 0) + 2 * t4 * kPitch + g;
+  float* const to = s.piece(warp, 0) + lane % 4 * 2 * kPitch + lane / 4;
 #pragma unroll
   for (int e = 0; e < 4; ++e) to[(e / 2 * kRows + e % 2) * kPitch] = before[e], to[(e / 2 * kRows + 8 + e % 2) * kPitch] = total[0][e];
   __syncwarp();
@@ -408,6 +423,7 @@ __global__ void __launch_bounds__(kThreads, 3) kernel(const __grid_constant__ Sp
       if (lane == 0) old = atomicAdd(waits.counts + slot * waits.step, kReader);
       if (lane < a.L)
         old_beta = at<float>(along(along(along(a.ring_beta, slot, a.ring_beta_slot), hv, a.ring_beta_head), lane, a.ring_beta_step));
+      if (lane == 0) ask_records(a, s, slot, hv, a.L);
       __syncwarp();
     }
     if (a.conv && good)
@@ -451,7 +467,6 @@ __global__ void __launch_bounds__(kThreads, 3) kernel(const __grid_constant__ Sp
     if (lane == 0) {
       const int n = old << 12 >> 12, waiting = 0 <= n && n <= a.L ? n : 0, readers = (old - n) / kReader + 1;
       static_assert(kReader == 1 << 20);
-      ask_records(a, s, slot, hv, waiting);
       s.between().waiting = waiting;
       ptx::barrier_arrive(&s.between().records_here);  // the betas are read, too
       if (readers == static_cast<int>(gridDim.x))
@@ -560,6 +575,7 @@ __global__ void __launch_bounds__(kThreads, 3) kernel(const __grid_constant__ Sp
   __syncthreads();
   if (when == kPrepared && warp < kEarly) request_rows<kFold>(state, s, warp, lane);
   if (kFold) old_beta = s.old_beta()[lane % kTokens];
+
   // Tokens meet.
   if (warp < n && n > kTokens / 2) column<true>(a, s, warp, lane);
   if (warp < kTokens / 2) {
@@ -579,7 +595,7 @@ __global__ void __launch_bounds__(kThreads, 3) kernel(const __grid_constant__ Sp
     fold_and_multiply(along(along(a.state, s.found.slot, a.state_slot), static_cast<int>(blockIdx.x), a.state_head), s, old_beta, warp,
                       lane);
   else if (n > kTokens / 2)
-    multiply_rows(s, warp, lane);
+    multiply_rows<false>(s, warp, lane);
   else
     multiply_rows_few(s, warp, lane);
 
