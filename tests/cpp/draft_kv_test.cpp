@@ -354,13 +354,13 @@ TEST(Places, OfPairsAreAsWideAsMakesTheFewestRounds) {
   EXPECT_EQ(cuda::LayerPlaces::of_pairs(1, 1, 66).width, 5);
 }
 
-/// Every run of every tile is one block's; what is handed on goes to the block after this one, and is its last; nobody but the first of a tile has more than two runs of it; nobody
-/// has more than a round more than others.
+/// Every run of every tile is one block's; what is handed on goes to the block after this one, which takes it; nobody has more than a round more than others.
 void deals(int row_tiles, int places, int runs, int blocks, bool share) {
   using namespace specstate::draft_kv::cuda;
   std::map<std::tuple<int, int>, std::vector<int>> owner;
   const int tiles = row_tiles * places, rounds = tiles / blocks, left = tiles % blocks;
   std::set<int> parts;
+  std::map<std::tuple<int, int>, int> handed_on;  // by a tile's run before which it ends
   int most = 0;
   for (int block = 0; block < blocks; ++block) {
     const Work work = Work::of(row_tiles, places, runs, block, blocks, share);
@@ -369,13 +369,19 @@ void deals(int row_tiles, int places, int runs, int blocks, bool share) {
       const Piece piece = work.piece(i);
       ASSERT_TRUE(piece.row_tile >= 0 && piece.row_tile < row_tiles && piece.place >= 0 && piece.place < places);
       ASSERT_TRUE(piece.begin >= 0 && piece.begin < piece.end && piece.end <= runs);
-      if (piece.end - piece.begin < runs) ASSERT_TRUE(share && i == work.pieces - 1 && i == rounds);
-      if (piece.begin > 0) ASSERT_LE(piece.end - piece.begin, 2);
+      if (piece.end - piece.begin < runs) ASSERT_TRUE(share && i >= rounds);
+      const int tile = piece.row_tile * places + piece.place;
+      if (piece.begin > 0) {
+        ASSERT_TRUE(handed_on.count({tile, piece.begin}));  // by a block of a lower number
+        ASSERT_EQ((handed_on[{tile, piece.begin}]), work.taken());
+        ASSERT_EQ(i, work.pieces - 1);  // nothing comes after what has to be waited for
+      }
       auto& of_tile = owner.try_emplace({piece.row_tile, piece.place}, runs, -1).first->second;
       for (int run = piece.begin; run < piece.end; ++run) ASSERT_EQ(std::exchange(of_tile[run], block), -1);
       if (piece.end < runs) {
-        ASSERT_TRUE(work.part() >= 0 && work.part() < blocks * 3 / 4);
-        ASSERT_TRUE(parts.insert(work.part()).second);
+        ASSERT_TRUE(work.given() >= 0 && work.given() < blocks * 3 / 4);
+        ASSERT_TRUE(parts.insert(work.given()).second);
+        handed_on[{tile, piece.end}] = work.given();
       }
       done += piece.end - piece.begin;
     }
@@ -389,6 +395,7 @@ void deals(int row_tiles, int places, int runs, int blocks, bool share) {
     }
   ASSERT_LE(most, (rounds + (left > 0)) * runs);
   if (share && left > 0 && 2 * left <= blocks) ASSERT_LT(most, (rounds + 1) * runs);
+  if (share && left % 2 == 0 && 2 * left > blocks && 3 * left <= 2 * blocks) ASSERT_EQ(most, rounds * runs + runs - runs / 3);
   if (share && runs == 4 && left > 0 && 4 * left <= blocks) ASSERT_EQ(most, rounds * runs + 1);
 }
 
@@ -403,7 +410,7 @@ TEST(Work, TilesOfRowsCoverThemAndLieWithin) {
 }
 
 TEST(Work, EveryRunIsDoneOnce) {
-  for (const int blocks : {1, 7, 78, 132})
+  for (const int blocks : {1, 7, 66, 78, 132})
     for (const int places : {1, 5, 32, 64, 77})
       for (int row_tiles = 0; row_tiles < 26; ++row_tiles)
         for (const int runs : {4, 8, 12})

@@ -10,15 +10,18 @@
 //   groups 1 and 2     multiply 64 rows each, add up the runs, and leave the rounded tile in shared memory;
 //   warp 0 (or 0, 1)   fill the ring of stages (64 features): weights and rows by tensor map; rows that do not lie one behind the other by 16-byte copies;
 //   the other warps    finish the tile before (norm, rotary, pool) out of shared memory while the next is multiplied.
-// A block's last tile has no next one: there each warp that multiplied finishes its own 16 rows, 8 at a time. Whoever finishes reads the rounded sums as the tensor
-// cores leave them, 8 rows at a time, four lanes a row: a row's norm is two shuffles, and a word's partner in the rotary the same lane's (many_rows.cuh).
+// A block's last tile has no next one: there each warp that multiplied finishes its own 16 rows. Whoever finishes reads the rounded sums with eight lanes a row (finish_eight.cuh).
+// Beside the products what counts is neither instructions nor latency: the tensor cores and the copy engine keep the shared memory so busy that all other accesses (loads, stores and
+// exchanges between lanes, of shared and of global memory alike) get one wavefront of 128 bytes in some 14 cycles. So finishing moves 16 bytes a lane, keeps in registers what the rows
+// share, and asks for nothing twice.
 //
 // Which rows are multiplied: all, as they lie, where there are no commit lengths: then the first stages are asked for before all else, by the warp that sets the barriers up. Else the
 // block itself lists the rows (up to kMarkedRows) that are not rejected, before; longer calls bring a list. Which of several rows that name one slot stands, and so is written, the warps
-// that finish find out beside the products, for the rows of their tile only (mark_tile).
+// that finish find out beside the products, for the rows of their tile only (mark_tile), once for each tile of rows.
 //
 // Registers: a tile's first run is summed where its sums will be, so nothing is set to zero and the second begins while the first one ends.
 #include "draft_kv/cuda/deal.hpp"
+#include "draft_kv/cuda/finish_eight.cuh"
 #include "draft_kv/cuda/finish_rows.cuh"
 #include "draft_kv/cuda/many_rows.cuh"
 #include "draft_kv/cuda/work.hpp"
@@ -47,11 +50,12 @@ struct Bulk {
   static constexpr int kSums = kWide / 2;                                            // registers of a thread
   static constexpr int kStride = 2 * kWide + 16;                                     // bytes of a row of rounded sums (finish_rows.cuh)
   static constexpr std::size_t kQuarterBytes = 32 * kDepth * 2;
-  static constexpr std::size_t kRowBytes = std::size_t{kRows} * kDepth * 2, kUnitBytes = 16 * kStride, kOutBytes = 8 * kUnitBytes;
+  static constexpr std::size_t kRowBytes = std::size_t{kRows} * kDepth * 2, kUnitBytes = 16 * kStride,
+                               kOutBytes = 8 * kUnitBytes;  // a unit: 16 rows, those of a warp
   static constexpr std::size_t kStage = kRowBytes + kQuarters * kQuarterBytes;
   static constexpr int kStages = 5;
-  static constexpr int kBuckets = 2 * kRows;       // of mark_tile()
-  static constexpr int kLoaders = 64, kUnits = 8;  // threads; parts of 16 rows, those of a warp
+  static constexpr int kBuckets = 2 * kRows;  // of mark_tile()
+  static constexpr int kLoaders = 64;         // threads that gather
 
   /// What a launch's columns are cut into; heads of 64: two a place.
   static constexpr Places places(int layers, int heads) { return Places::of_width(layers, heads, kHeadDim == 128 ? kQuarters : 8); }
@@ -68,7 +72,8 @@ struct Bulk {
         float norm[128], eps[2];
       } k;  // what the norm of its heads wants
     };
-    std::uint16_t row[kMarkedRows];  // of ctx: the list, where the block made it itself
+    alignas(4) std::uint16_t
+        row[kMarkedRows];  // of ctx: the list, where the block made it itself; as they lie: mark_tile's filter, and which rows stand
   };
   static constexpr std::size_t kShared = kStages * kStage + kOutBytes + sizeof(Tail);
   static_assert(kShared <= 232448);
@@ -92,10 +97,17 @@ struct BulkShape {
   bool listed = false;               // row i of ctx is row i of the list
 };
 
-__device__ __forceinline__ void touch(int argument) { asm volatile("" ::"r"(argument)); }
-__device__ __forceinline__ void touch(const LayerPool& pool) {
-  asm volatile("" ::"l"(pool.data), "l"(pool.slot_stride), "l"(pool.head_stride), "l"(pool.channel_stride));
+/// 16-byte copies, 1024 bytes apart. All eight addresses in registers of their own: a copy holds its address for long, and the next one in its place waits for it.
+__device__ __forceinline__ void copy_eight(std::uint32_t to, const uint4* const (&from)[8]) {
+  asm volatile(
+      "cp.async.cg.shared.global [%0], [%1], 16;\n\tcp.async.cg.shared.global [%0 + 1024], [%2], 16;\n\t"
+      "cp.async.cg.shared.global [%0 + 2048], [%3], 16;\n\tcp.async.cg.shared.global [%0 + 3072], [%4], 16;\n\t"
+      "cp.async.cg.shared.global [%0 + 4096], [%5], 16;\n\tcp.async.cg.shared.global [%0 + 5120], [%6], 16;\n\t"
+      "cp.async.cg.shared.global [%0 + 6144], [%7], 16;\n\tcp.async.cg.shared.global [%0 + 7168], [%8], 16;" ::"r"(to),
+      "l"(from[0]), "l"(from[1]), "l"(from[2]), "l"(from[3]), "l"(from[4]), "l"(from[5]), "l"(from[6]), "l"(from[7])
+      : "memory");
 }
+
 __device__ __forceinline__ void raise_part(unsigned long long* flag, unsigned long long number) {
   asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(number) : "memory");
 }
@@ -134,8 +146,7 @@ __global__ void __launch_bounds__(Bulk<kHeadDim>::kThreads, 1)
     bulk_rows(const __grid_constant__ CUtensorMap weights, const __grid_constant__ CUtensorMap quarters,
               const __grid_constant__ CUtensorMap rows, const __grid_constant__ Problem p, const __grid_constant__ BulkShape shape) {
   using B = Bulk<kHeadDim>;
-  constexpr int kRows = B::kRows, kStages = B::kStages, kUnits = B::kUnits, kSums = B::kSums, kStride = B::kStride,
-                kQuarters = B::kQuarters;
+  constexpr int kRows = B::kRows, kStages = B::kStages, kSums = B::kSums, kStride = B::kStride, kQuarters = B::kQuarters;
   extern __shared__ __align__(1024) unsigned char bulk_memory[];
   unsigned char* const memory = bulk_memory;  // swizzled tiles lie at multiples of 1024 bytes
   unsigned char* const out = memory + kStages * B::kStage;
@@ -295,73 +306,59 @@ __global__ void __launch_bounds__(Bulk<kHeadDim>::kThreads, 1)
   const Work& work = tail.work;
 
   // The heads of a place that need a norm (heads of 64: two, else one or none), and the number of the first.
-  constexpr int kHeads = 128 / kHeadDim;
   const auto head_at = [&](int place, int n) {
     if constexpr (kHeadDim == 64) return head_of(2 * place + n, p.heads);
     const int layer = deal.by_heads(place);
     return Head{layer, place - layer * p.heads, false};
   };
   const auto has_heads = [&](int place) { return kHeadDim == 64 || place < deal.k_heads; };
-  // 8 rows of a unit of the tile in `out`, from row 8 h on: one of its heads ...
-  const auto finish_head = [&](int place, int n, int unit, int h, int lane_here) {
-    constexpr int kWords = kHeadDim / 8;
-    const Head head = head_at(place, n);
-    const int q = lane_here % 4, row = 16 * unit + 8 * h + lane_here / 4;
-    float angle[1][32] = {};
-    if (!head.is_v) load_angles<kHeadDim>(p, p.first_layer + head.layer, tail.position[row], q, angle[0]);
-    std::uint32_t word[kWords];
-    load_words<kStride>(out + unit * B::kUnitBytes + 8 * h * kStride + 2 * kHeadDim * n, lane_here, word);
-    if (!head.is_v) {
-      float y[2 * kWords];
-#pragma unroll
-      for (int j = 0; j < kWords; ++j) from_io_pair<Io>(word[j], y[2 * j], y[2 * j + 1]);
-      finish_k<Io, kHeadDim, 1>(
-          p, angle, q, [&](int j, int, int e) -> float& { return y[2 * j + e]; }, tail.k.norm + kHeadDim * n, tail.k.eps[n]);
-#pragma unroll
-      for (int j = 0; j < kWords; ++j) word[j] = io_pair<Io>(y[2 * j], y[2 * j + 1]);
-    }
-    store_row<Io, kWords>(p, head, 0, tail.slot[row], q, [&](int j) { return word[j]; });
-  };
-  // ... and the quarters of V of all 16, kN of them before the first store, which might be to where they are, for all the compiler knows.
-  const auto finish_v = [&](int place, int unit, int lane_here, auto at_once) {
-    if constexpr (kHeadDim == 128) {
-      constexpr int kN = decltype(at_once)::value;
-      constexpr DType kType = std::is_same_v<Io, core::bfloat16> ? DType::kBFloat16 : DType::kFloat16;
-      const unsigned char* const from =
-          out + unit * B::kUnitBytes + lane_here / 4 * kStride + (has_heads(place) ? 256 : 0) + 16 * (lane_here % 4);
-      const bool native = p.v_wide && p.v_dtype == kType;
-      std::int64_t slot[2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) slot[h] = tail.slot[16 * unit + 8 * h + lane_here / 4];
-      const int begin = deal.v_begin(place), count = deal.v_begin(place + 1) - begin;
+  constexpr DType kType = std::is_same_v<Io, core::bfloat16> ? DType::kBFloat16 : DType::kFloat16;
+  const bool usual_k = kHeadDim == 128 && p.is_neox_style && p.rotary_dim == 128 && p.k_wide && p.k_dtype == kType &&
+                       p.norm.dtype == kType && p.norm.stride == 1 && p.norm_layer % 8 == 0 &&
+                       reinterpret_cast<std::uintptr_t>(p.norm.data) % 16 == 0,
+             usual_v = p.v_wide && p.v_dtype == kType;
+  // Of rows begin .. end - 1 of the tile in `out` those of warp `who` of `all`: its heads, four rows at a time, and its quarters of V, eight at a time. ready(row): until they are there.
+  const auto finish = [&](int place, int begin, int end, int who, int all, int lane_here, auto ready) {
+    if (has_heads(place)) {
+      const int n = lane_here % 8 / (kHeadDim / 16);
+      const Head head = head_at(place, n);
+      if (usual_k) {
+        finish_usual_k<Io, kStride>(p, head, out, tail.slot, tail.position, begin + 4 * who, end, 4 * all, lane_here, ready);
+      } else {
 #pragma unroll 1
-      for (int n0 = 0; n0 < count; n0 += kN) {
-        uint4 x[kN][2];
-#pragma unroll
-        for (int i = 0; i < kN; ++i)
-#pragma unroll
-          for (int h = 0; h < 2; ++h)
-            if (n0 + i < count) x[i][h] = *reinterpret_cast<const uint4*>(from + 8 * h * kStride + 64 * (n0 + i));
-#pragma unroll
-        for (int i = 0; i < kN; ++i) {
-          if (n0 + i >= count) break;
-          const int v = begin + n0 + i, layer = deal.by_quarters(v), channel = 32 * (v % 4) + 8 * (lane_here % 4);
-          const Head head{layer, v / 4 - layer * p.heads, true};
-          const LayerPool& pool = p.target[1][layer].pool;
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            const std::int64_t offset = pool_offset(pool, slot[h], head.index);
-            if (slot[h] < 0) continue;
-            if (native) {
-              *reinterpret_cast<uint4*>(static_cast<std::uint16_t*>(pool.data) + offset + channel) = x[i][h];
-            } else {
-              const std::uint32_t word[4] = {x[i][h].x, x[i][h].y, x[i][h].z, x[i][h].w};
-#pragma unroll
-              for (int part = 0; part < 2; ++part) {
-                float y[4];
-                from_io_pair<Io>(word[2 * part], y[0], y[1]), from_io_pair<Io>(word[2 * part + 1], y[2], y[3]);
-                store_channels(pool, p.v_dtype, p.v_wide, offset, channel + 4 * part, scale_of(p, head), y);
-              }
+        for (int row = begin + 4 * who; row < end; row += 4 * all) {
+          ready(row);
+          finish_eight<Io, kHeadDim, kStride, 1>(p, head, out + row * kStride, tail.slot + row, tail.position + row,
+                                                 tail.k.norm + kHeadDim * n, tail.k.eps[n], lane_here);
+        }
+      }
+    }
+    if constexpr (kHeadDim == 128) {
+      const unsigned char* const from = out + (has_heads(place) ? 256 : 0);
+      const int first = deal.v_begin(place), count = deal.v_begin(place + 1) - first;
+#pragma unroll 1
+      for (int n = 0; n < count; ++n) {
+        const int v = first + n, layer = deal.by_quarters(v);
+        const Head head{layer, v / 4 - layer * p.heads, true};
+        if (usual_v) {
+          finish_usual_v<kStride>(p.target[1][layer].pool, head.index, v % 4, from + 64 * n, tail.slot, begin + 8 * who, end, 8 * all,
+                                  lane_here, ready);
+        } else {
+          const float scale = scale_of(p, head);
+#pragma unroll 1
+          for (int i = begin + 8 * who; i < end; i += 8 * all) {
+            ready(i);
+            const int row = i + lane_here / 4;
+            const LayerPool& pool = p.target[1][layer].pool;
+            const std::int64_t slot = tail.slot[row];
+            if (slot < 0) continue;
+            const uint4 x = *reinterpret_cast<const uint4*>(from + row * kStride + 64 * n + 16 * (lane_here % 4));
+            const std::int64_t offset = pool_offset(pool, slot, head.index);
+#pragma unroll 1
+            for (int part = 0; part < 2; ++part) {
+              float y[4];
+              from_io_pair<Io>(part ? x.z : x.x, y[0], y[1]), from_io_pair<Io>(part ? x.w : x.y, y[2], y[3]);
+              store_channels(pool, p.v_dtype, p.v_wide, offset, 32 * (v % 4) + 8 * (lane_here % 4) + 4 * part, scale, y);
             }
           }
         }
@@ -426,7 +423,12 @@ __global__ void __launch_bounds__(Bulk<kHeadDim>::kThreads, 1)
             }
             unsigned char* const to = a + first_row * 128 + ((place ^ first_row) << 4);
 #pragma unroll
-            for (int j = 0; j < kRows / 8; ++j) ptx::copy_async(to + j * 1024, column + from[j]);
+            for (int j = 0; j < kRows / 8; j += 8) {
+              const uint4* at[8];
+#pragma unroll
+              for (int e = 0; e < 8; ++e) at[e] = column + from[j + e];
+              copy_eight(ptx::shared(to) + j * 1024, at);
+            }
             ptx::copy_async_commit();
             if (++issued > kPending) ptx::copy_async_wait<kPending>(), arrive();
             if (++stage == kStages) stage = 0, parity ^= 1;
@@ -438,59 +440,88 @@ __global__ void __launch_bounds__(Bulk<kHeadDim>::kThreads, 1)
       all_free(stage, parity);
     } else {
       std::uint32_t parity = 0, met = 0;
-      int marked_tile = -1;
+      int marked_tile = -1, angles_tile = -1, angles_layer = -1;  // of which tile of rows the marks are there, and the angles in L2
       const int thread_here = thread - 32 * (4 - finishers), threads_here = 32 * finishers, first = warp - (4 - finishers);
+      std::uint32_t *const filter = reinterpret_cast<std::uint32_t*>(tail.row), *const stand = filter + kFilterWords;
+      static_assert(sizeof(tail.row) >= 4 * (kFilterWords + kListRows / 32) && kListRows / kRows <= 64);
+      std::uint64_t known = 0;  // tiles of rows of which `stand` tells
       const auto meet = [&] {
         ptx::barrier_arrive(&tail.planned);
         ptx::barrier_wait(&tail.planned, met);
         met ^= 1;
       };
 #pragma unroll 1
-      for (int i = 0; i < work.pieces; ++i, parity ^= 1) {
+      for (int i = 0; i < work.pieces; ++i) {
         const Piece piece = piece_of(work, i);
+        if (piece.end < shape.runs.count) continue;  // another block finishes it
         const int tile_row = first_row_of(piece.row_tile, count);
-        meet();  // nobody finishes the tile before any more
-        // Where the tile's rows go.
-        if (!marked) {
+        const bool has_k = has_heads(piece.place), stages_norm = has_k && !usual_k;
+        // As they lie: which rows of a tile stand is found out once, for the next tile of rows, too, so that it is known before its products end.
+        const int after = lies && i + 1 < work.pieces ? piece_of(work, i + 1).row_tile : piece.row_tile;
+        const bool looks_ahead = after != piece.row_tile && !(known >> after & 1);
+        if (looks_ahead || marked_tile != piece.row_tile || stages_norm) {
+          meet();  // nobody finishes the tile before any more
+          // Where the tile's rows go.
+          if (!marked) {
 #pragma unroll 1
-          for (int r = thread_here; r < kRows; r += threads_here) {
-            const int at = tile_row + r;
-            const Row row = at >= piece.row_tile * kRows && at < count ? shape.list[at] : Row{-1, 0, 0};
-            tail.slot[r] = row.slot, tail.position[r] = row.position;
+            for (int r = thread_here; marked_tile != piece.row_tile && r < kRows; r += threads_here) {
+              const int at = tile_row + r;
+              const Row row = at >= piece.row_tile * kRows && at < count ? shape.list[at] : Row{-1, 0, 0};
+              tail.slot[r] = row.slot, tail.position[r] = row.position;
+            }
+            marked_tile = piece.row_tile;
           }
-        } else if (marked_tile != piece.row_tile) {
-          mark_tile<kRows, B::kBuckets, kRows / 64>(
-              [&](int i) {
-                const std::int64_t at = p.rows.first + (lies ? i : tail.row[i]);
-                return p.rows.slots.data ? index_at(p.rows.slots, at, p.rows.width) : at;
-              },
-              [&](int i, bool raise) { return read_row(p.rows, lies ? i : tail.row[i], raise); }, count, tile_row, piece.row_tile * kRows,
-              tail.slot, tail.position, tail.bucket, thread_here, threads_here, meet);
-          marked_tile = piece.row_tile;
-        }
-        if (thread_here == 0) tail.place = piece.place;
-        // What its heads want: weights of the norm here, angles on their way to L2, and, before a block's first, pages of the pool.
-        const bool has_k = has_heads(piece.place);
-        if (has_k) {
+          const auto read = [&](int i, bool raise) { return read_row(p.rows, lies ? i : tail.row[i], raise); };
 #pragma unroll 1
-          for (int c = thread_here; c < 128; c += threads_here) {
+          for (int pass = looks_ahead ? 0 : 1; marked && pass < 2; ++pass) {
+            const int tile = pass ? piece.row_tile : after, first_row = first_row_of(tile, count);
+            if (marked_tile == tile) continue;
+            marked_tile = tile;
+            if (known >> tile & 1) {
+#pragma unroll 1
+              for (int r = thread_here; r < kRows; r += threads_here) {
+                const bool stands = stand[4 * tile + r / 32] >> r % 32 & 1;
+                const Row row = stands ? read(first_row + r, false) : Row{-1, 0, 0};
+                tail.slot[r] = row.slot, tail.position[r] = row.position;
+              }
+              continue;
+            }
+            mark_tile<kRows, B::kBuckets, kRows / 64>(
+                [&](int i) {
+                  const std::int64_t at = p.rows.first + (lies ? i : tail.row[i]);
+                  return p.rows.slots.data ? index_at(p.rows.slots, at, p.rows.width) : at;
+                },
+                read, count, first_row, tile * kRows, tail.slot, tail.position, tail.bucket, thread_here, threads_here, meet,
+                lies ? filter : nullptr);
+            if (!lies) continue;
+            known |= 1ull << tile;
+#pragma unroll 1
+            for (int r = thread_here; r < kRows; r += threads_here)
+              if (const unsigned bits = __ballot_sync(~0u, tail.slot[r] >= 0); lane == 0) stand[4 * tile + r / 32] = bits;
+            meet();
+          }
+          // What its heads want: weights of the norm here (the usual case reads them itself), angles on their way to L2, and, before a block's first, pages of the pool.
+#pragma unroll 1
+          for (int c = thread_here; stages_norm && c < 128; c += threads_here) {
             const Head head = head_at(piece.place, c / kHeadDim);
             const int layer = p.first_layer + head.layer;
             if (head.is_v) continue;
             tail.k.norm[c] = value_at(p.norm.data, p.norm.dtype, layer * p.norm_layer + c % kHeadDim * p.norm.stride);
             if (c % kHeadDim == 0) tail.k.eps[c / kHeadDim] = static_cast<const float*>(p.eps.data)[layer * p.eps.stride];
           }
+          meet();
         }
-        meet();
         const int layer = has_k ? head_at(piece.place, 0).layer : deal.by_quarters(deal.v_begin(piece.place));
         const float* const angles = p.table + (p.first_layer + layer) * p.table_layer;
         touch(p.target[0][layer].pool), touch(p.target[1][layer].pool);  // arguments that nobody has read yet, where rows of this tile go
-        const bool pages = i == 0 || i + 1 == work.pieces;
+        const bool pages = i == 0 || i + 1 == work.pieces,
+                   fresh = has_k && (angles_tile != piece.row_tile || (p.table_layer && angles_layer != layer));
+        if (has_k) angles_tile = piece.row_tile, angles_layer = layer;
 #pragma unroll 1
-        for (int r = thread_here; r < kRows; r += threads_here) {
+        for (int r = thread_here; (pages || fresh) && r < kRows; r += threads_here) {
           const std::int64_t slot = tail.slot[r];
           if (slot < 0) continue;
-          if (has_k)
+          if (has_k && fresh)
             for (int column = 0; column < p.rotary_dim; column += 32) prefetch_l2(angles + tail.position[r] * p.table_row + column);
 #pragma unroll
           for (int v = 0; v < 2; ++v) {
@@ -503,22 +534,22 @@ __global__ void __launch_bounds__(Bulk<kHeadDim>::kThreads, 1)
         }
         __syncwarp();
         if (i + 1 == work.pieces) {
+          if (thread_here == 0) tail.place = piece.place;
           ptx::barrier_arrive(&tail.placed);
           break;
         }
         SPECSTATE_BULK_MARK(i, 4, 96);
-#pragma unroll 1
-        for (int unit = first; unit < kUnits; unit += finishers) {
-          ptx::barrier_wait(&tail.left[unit / (kUnits / 2)], parity);
-#pragma unroll 1
-          for (int part = 0; has_k && part < 2 * kHeads; ++part) {
-            finish_head(piece.place, part / 2, unit, part % 2, lane);
-          }
-          finish_v(piece.place, unit, lane, std::integral_constant<int, 1>{});
-        }
+        int lane_here,
+            seen =
+                0;  // the lane again, or what follows from it is kept, in memory, from tile to tile; how many halves of the tile are there
+        asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane_here));
+        finish(piece.place, 0, kRows, first, finishers, lane_here, [&](int row) {
+          for (; seen <= row / (kRows / 2); ++seen) ptx::barrier_wait(&tail.left[seen], parity);
+        });
         SPECSTATE_BULK_MARK(i, 5, 96);
         __syncwarp();
         ptx::barrier_arrive(&tail.taken);
+        parity ^= 1;
       }
     }
   } else {
@@ -533,7 +564,7 @@ __global__ void __launch_bounds__(Bulk<kHeadDim>::kThreads, 1)
                                             kStages,
                                             false};
     std::uint32_t taken = 1;
-    bool finishes = false;
+    bool finishes = false, left_one = false;
 #pragma unroll 1
     for (int i = 0; i < work.pieces; ++i) {
       SPECSTATE_BULK_MARK(i, 0, 128);
@@ -550,10 +581,11 @@ __global__ void __launch_bounds__(Bulk<kHeadDim>::kThreads, 1)
         products.others(d, shape.runs.length(begin + 1));
       }
       product_wait_for(d), product_wait_for(sum), products.release();
-      if (begin > 0) {  // what another block hands on; no such piece has more than two runs
-        unsigned long long* const flag = shape.part_flags + (2 * (work.part() - 1) + rank) * kPartFlags + 4 * side + warp;
+      if (begin > 0) {  // what another block hands on
+        const int part = 2 * work.taken() + rank;
+        unsigned long long* const flag = shape.part_flags + part * kPartFlags + 4 * side + warp;
         wait_for_part(flag, shape.launch_number);
-        add_part(part_of(shape.parts, 2 * (work.part() - 1) + rank, thread - 128), sum);
+        add_part(part_of(shape.parts, part, thread - 128), sum);
         __syncwarp();
         if (lane == 0) *flag = 0;
       }
@@ -564,14 +596,15 @@ __global__ void __launch_bounds__(Bulk<kHeadDim>::kThreads, 1)
       products.add_runs(sum, d, shape.runs, begin + 2, run_end);
       __syncwarp();
       SPECSTATE_BULK_MARK(i, 2, 128);
-      if (run_end < shape.runs.count) {  // for the block after this one; the last piece
-        store_part(part_of(shape.parts, 2 * work.part() + rank, thread - 128), sum);
+      if (run_end < shape.runs.count) {  // for the block after this one
+        const int part = 2 * work.given() + rank;
+        store_part(part_of(shape.parts, part, thread - 128), sum);
         __syncwarp();
-        if (lane == 0) raise_part(shape.part_flags + (2 * work.part() + rank) * kPartFlags + 4 * side + warp, shape.launch_number);
-        break;
+        if (lane == 0) raise_part(shape.part_flags + part * kPartFlags + 4 * side + warp, shape.launch_number);
+        continue;
       }
-      if (i > 0) ptx::barrier_wait(&tail.taken, taken);
-      taken ^= 1;
+      if (left_one) ptx::barrier_wait(&tail.taken, taken);
+      left_one = true, taken ^= 1;
       const int unit = 4 * side + warp;
       int lane_here;  // asked for again, so that nothing that follows from it is kept in registers while the products run
       asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane_here));
@@ -604,15 +637,8 @@ __global__ void __launch_bounds__(Bulk<kHeadDim>::kThreads, 1)
       SPECSTATE_BULK_MARK(13, 0, 128);
       int lane_here;
       asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane_here));
-      const int unit = 4 * side + warp, place = tail.place;
-      if (has_heads(place)) {
-#pragma unroll 1
-        for (int part = 0; part < 2 * kHeads; ++part) {
-          finish_head(place, part / 2, unit, part % 2, lane_here);
-          SPECSTATE_BULK_MARK(13, 1 + part, 128);
-        }
-      }
-      finish_v(place, unit, lane_here, std::integral_constant<int, kQuarters>{});
+      const int row = 16 * (4 * side + warp);
+      finish(tail.place, row, row + 16, 0, 1, lane_here, [](int) {});
       SPECSTATE_BULK_MARK(13, 3, 128);
       SPECSTATE_BULK_MARK(work.pieces - 1, 6, 128);
     }

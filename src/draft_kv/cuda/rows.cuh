@@ -164,14 +164,19 @@ __device__ __forceinline__ void mark_rows(const Rows& x, std::int64_t* slots, in
 
 /// Where the kTile rows from `first` on go and by which angles they are turned; slot -1: those before `from` or beyond the last, and what is not written. A later row takes a slot
 /// away, so every one of the `rows` after them is looked at: each tile finds out by itself, without a list of all, whatever the number of rows. `read(i, raise)` gives row i, `slot_at(i)` only the slot that it names. By `threads`
-/// threads that meet at `sync`; `bucket` has kBuckets places, a power of two of at least 2 kTile.
+/// threads that meet at `sync`; `bucket` has kBuckets places, a power of two of at least 2 kTile. `filter`: kFilterWords words or null; with it most rows behind need one look.
+inline constexpr int kFilterWords = 256;
 template <int kTile, int kBuckets, int kEach, class Slot, class Read, class Sync>
 __device__ __forceinline__ void mark_tile(Slot slot_at, Read read, int rows, int first, int from, std::int64_t* slots, int* positions,
-                                          int* bucket, int thread, int threads, Sync sync) {
+                                          int* bucket, int thread, int threads, Sync sync, std::uint32_t* filter = nullptr) {
   const auto place_of = [](std::int64_t slot) {
     return static_cast<std::uint32_t>((static_cast<std::uint64_t>(slot) * 0x9E3779B97F4A7C15ull) >> 40) & (kBuckets - 1);
   };
+  const auto bit_of = [](std::int64_t slot) {
+    return static_cast<std::uint32_t>((static_cast<std::uint64_t>(slot) * 0x9E3779B97F4A7C15ull) >> 51);  // of 32 kFilterWords
+  };
   for (int i = thread; i < kBuckets; i += threads) bucket[i] = -1;
+  for (int i = thread; filter && i < kFilterWords; i += threads) filter[i] = 0;
   Row mine[kEach];
 #pragma unroll
   for (int e = 0; e < kEach; ++e) {
@@ -187,6 +192,7 @@ __device__ __forceinline__ void mark_tile(Slot slot_at, Read read, int rows, int
   for (int r = thread; r < kTile; r += threads) {
     const std::int64_t slot = slots[r];
     if (slot < 0) continue;
+    if (filter) atomicOr(&filter[bit_of(slot) / 32], 1u << bit_of(slot) % 32);
     for (std::uint32_t h = place_of(slot);; h = (h + 1) & (kBuckets - 1)) {
       const int other = atomicCAS(&bucket[h], -1, r);
       if (other < 0) break;
@@ -197,20 +203,28 @@ __device__ __forceinline__ void mark_tile(Slot slot_at, Read read, int rows, int
     }
   }
   sync();
-  constexpr int kBatch = 8;
+  constexpr int kBatch = 16;
 #pragma unroll 1
   for (int i = first + kTile + thread; i < rows; i += kBatch * threads) {
     std::int64_t slot[kBatch];
 #pragma unroll
     for (int e = 0; e < kBatch; ++e) slot[e] = i + e * threads < rows ? slot_at(i + e * threads) : -1;
+    unsigned named = 0;  // by rows of the tile, too, as far as one look tells
 #pragma unroll
     for (int e = 0; e < kBatch; ++e) {
       if (slot[e] < 0) continue;
-      for (std::uint32_t h = place_of(slot[e]);; h = (h + 1) & (kBuckets - 1)) {
+      const bool may = filter ? filter[bit_of(slot[e]) / 32] >> bit_of(slot[e]) % 32 & 1 : bucket[place_of(slot[e])] >= 0;
+      named |= static_cast<unsigned>(may) << e;
+    }
+#pragma unroll 1
+    for (; named; named &= named - 1) {
+      const int at = i + (__ffs(static_cast<int>(named)) - 1) * threads;
+      const std::int64_t its = slot_at(at);
+      for (std::uint32_t h = place_of(its);; h = (h + 1) & (kBuckets - 1)) {
         const int other = bucket[h];
         if (other < 0) break;
-        if (slots[other & (kTile - 1)] == slot[e]) {
-          if (read(i + e * threads, false).slot >= 0) atomicOr(&bucket[h], kTile);  // it is itself written
+        if (slots[other & (kTile - 1)] == its) {
+          if (read(at, false).slot >= 0) atomicOr(&bucket[h], kTile);  // it is itself written
           break;
         }
       }

@@ -189,8 +189,9 @@ void launch_bulk(const Problem& p, const TensorView& weight, std::int64_t rows, 
   using B = Bulk<kHeadDim>;
   BulkShape shape{B::places(p.layers, p.heads), Runs::of(p.hidden), nullptr, nullptr, m.parts, m.part_flags, launch_number()};
   shape.listed = listed;
-  if (listed || (p.rows.commit.data && p.rows.tokens > kMarkedRows)) {
-    if (!listed && p.first_layer == 0) launch_plan(p.rows, m, stream);
+  const bool plans = !listed && p.rows.commit.data && p.rows.tokens > kMarkedRows;
+  if (listed || plans) {
+    if (plans && p.first_layer == 0) launch_plan(p.rows, m, stream);
     shape.list = m.list, shape.list_count = m.count;
   } else {
     shape.as_they_lie = !p.rows.commit.data;
@@ -198,15 +199,16 @@ void launch_bulk(const Problem& p, const TensorView& weight, std::int64_t rows, 
   const auto kernel = bulk_rows<Io, kHeadDim>;
   const unsigned clusters = std::min(clusters_at_once<2>(kernel, B::kThreads), static_cast<unsigned>(kMostBlocks / 2));
   const unsigned tiles = blocks_for(p.rows.tokens, 2 * B::kRows) * static_cast<unsigned>(shape.deal.slots);  // of two blocks each
-  launch(kernel,
-         {.grid = 2 * std::min(clusters, tiles * kMostParts),
-          .block = B::kThreads,
-          .shared = B::kShared,
-          .cluster = 2,
-          .overlap =
-              p.rows.tokens <= kMarkedRows},  // rounds of many tiles: blocks that come in one by one as those before leave take more time
-         stream, weight_map(weight, kColumns, false), weight_map(weight, 32, false),
-         tile_map(p.ctx, weight.dtype, rows, p.hidden, p.ctx_stride, B::kRows, false), p, shape);
+  launch(
+      kernel,
+      {.grid = 2 * std::min(clusters, tiles * kMostParts),
+       .block = B::kThreads,
+       .shared = B::kShared,
+       .cluster = 2,
+       // Not behind rounds of many tiles: blocks that come in one by one as those before leave take more time. The list is made by a few blocks.
+       .overlap = p.rows.tokens <= kMarkedRows || (plans && p.first_layer == 0)},
+      stream, weight_map(weight, kColumns, false), weight_map(weight, 32, false),
+      tile_map(p.ctx, weight.dtype, rows, p.hidden, p.ctx_stride, B::kRows, false), p, shape);
 }
 
 /// Does pair_rows take so many rows? What it hands on between blocks for more than 4096 features takes longer than many_rows with up to 128 rows.

@@ -291,7 +291,7 @@ int main(int argc, char** argv) {
       if (D == 64) continue;
 #endif
       Problem p{};
-      p.rows = {{slot, true, W ? (int64_t)W : 0, 1}, {pos, true, 0, 1}, {W ? commit : nullptr, false, 0, 1}, 0, T, win, slots, P, flag};
+      p.rows = {{slot, true, W > 0, W, 1}, {pos, true, false, 0, 1}, {W ? commit : nullptr, false, false, 0, 1}, 0, T, win, slots, P, flag};
       p.ctx = x;
       p.ctx_stride = H;
       p.hidden = H;
@@ -393,6 +393,8 @@ int main(int argc, char** argv) {
       check("dense 9 heads", 2560, 1, 9, 128, 128, 700, 0, true, false, true, 2);
       check("dense D64", 1024, 1, 3, 64, 64, 260, 0, true, true, true, 2);
       check("K3", 7168, 6, 8, 128, 128, 264, 16, true, false, false, 0);
+      check("threes", 512, 5, 5, 128, 128, 256, 0, true, false, false, 1);  // 40 tiles of 66 pairs of blocks
+      check("threes, 8 runs", 4160, 5, 5, 128, 128, 250, 0, true, false, true, 1);
       check("many 8200", 512, 1, 2, 128, 128, 8200, 8, true, false, false, 1);
       check("many 2100", 4096, 1, 8, 128, 128, 2100, 0, true, false, false, 1);
     }
@@ -406,6 +408,7 @@ int main(int argc, char** argv) {
   Lt lt;
   lt.init();
   for (int H : {7168, 4096, 2560}) {
+    if (cold_run && argc > 3 && H != atoi(argv[2])) continue;
     const int L = H == 7168 ? 6 : 5, G = L * 2 * N;
     const int64_t rows = (int64_t)G * D;
     int copies = 3;
@@ -439,7 +442,7 @@ int main(int argc, char** argv) {
     auto* y = dev<__nv_bfloat16>((int64_t)TM * rows);
     auto problem = [&](int T, int i) {
       Problem p{};
-      p.rows = {{slot, true, 0, 1}, {pos, true, 0, 1}, {nullptr, false, 0, 1}, 0, T, T, slots, P, flag};
+      p.rows = {{slot, true, false, 0, 1}, {pos, true, false, 0, 1}, {nullptr, false, false, 0, 1}, 0, T, T, slots, P, flag};
       p.ctx = x + (i % 2) * (int64_t)TM * H;
       p.ctx_stride = H;
       p.hidden = H;
@@ -465,8 +468,8 @@ int main(int argc, char** argv) {
       quarters.push_back(make_map(p, rows, H, 1)), wide.push_back(make_map(p, rows, H, 4)), halves.push_back(make_map(p, rows, H, 2));
     printf("H %d: weights %.1f MB; %.2f us at 4.3 TB/s\n", H, rows * H * 2e-6, rows * H * 2 / 4.3e6);
 #ifdef SPECSTATE_BULK_TRACE
-    if (H == 4096)
-      for (int T : {256, 512, 1024, 4096})
+    if (H != 7168)
+      for (int T : {256, 1024, 4096})
         for (int ga : {0, 1}) {
           void* at;
           SPECSTATE_CK(cudaGetSymbolAddress(&at, bulk_trace_of));
@@ -548,28 +551,40 @@ int main(int argc, char** argv) {
 #endif
     if (trace_run) continue;
     if (cold_run) {
-      for (int T : {144, 256, 512, 1024, 4096, 8192}) {
-        if (H == 7168 || (H != 4096 && T != 256 && T != 1024)) continue;
-        const int reps = T > 1024 ? 3 : 8;
+      // In turns: the card is limited by its power, so only neighbours in time compare. "cold HIDDEN TOKENS": one cell.
+      for (int T : {144, 256, 512, 1024, 4096, 8192, 16384}) {
+        if (argc > 3    ? H != atoi(argv[2]) || T != atoi(argv[3])
+            : H == 7168 ? T != 1024
+                        : H != 4096 && T != 256 && T != 1024 && T != 4096 && T != 16384)
+          continue;
+        const int reps = T > 8192 ? 2 : T > 1024 ? 3 : 8, turns = argc > 3 ? 3 : 2;
         printf("cold H %d T %d:", H, T);
-        for (int pdl : {0, 1}) {
-          g_bulk_pdl = pdl;
-          printf(" %s %.2f", pdl ? "overlap" : "beside",
-                 time_cold([&](int i) { launch_bulk<128>(wide[i % 3], quarters[i % 3], problem(T, i), 132, kBeside); }, reps));
-        }
-        g_bulk_pdl = false;
-        printf(" 7 of 16 of them %.2f", time_cold(
-                                            [&](int i) {
-                                              Problem p = problem(T, i);
-                                              p.rows.commit = {commit, false, 0, 1}, p.rows.width = 16;
-                                              launch_bulk<128>(wide[i % 3], quarters[i % 3], p, 132, kHere);
-                                            },
-                                            reps));
-        double best = 1e9;
+        g_bulk_pdl = T <= kMarkedRows;
         auto pl = lt.plan(T, rows, H);
-        for (int j = 0; j < std::min(pl.n, 2); j++)
-          best = std::min(best, time_cold([&](int i) { lt.run(pl, j, w[i % 3], x + (i % 2) * (int64_t)TM * H, y); }, reps));
-        printf(" | cublasLt best of 2 %.2f\n", best);
+        for (int turn = 0; turn < turns; ++turn) {
+          printf(" | cublasLt");
+          for (int j = 0; j < std::min(pl.n, 2); j++)
+            printf(" %.2f", time_cold([&](int i) { lt.run(pl, j, w[i % 3], x + (i % 2) * (int64_t)TM * H, y); }, reps, 5));
+          for (const bool windows : {false, true})
+            printf(" %s %.2f", windows ? "[b, W]" : "ours",
+                   time_cold(
+                       [&](int i) {
+                         Problem p = problem(T, i);
+                         if (windows) p.rows.slots.windows = true, p.rows.slots.outer = T;
+                         launch_bulk<128>(wide[i % 3], quarters[i % 3], p, 132, kBeside);
+                       },
+                       reps, 5));
+        }
+        if (T != 8192)
+          printf(" | 7 of 16 of them %.2f", time_cold(
+                                                [&](int i) {
+                                                  Problem p = problem(T, i);
+                                                  p.rows.commit = {commit, false, false, 0, 1}, p.rows.width = 16;
+                                                  launch_bulk<128>(wide[i % 3], quarters[i % 3], p, 132, kHere);
+                                                },
+                                                reps));
+        g_bulk_pdl = false;
+        printf("\n");
       }
       continue;
     }
@@ -585,7 +600,7 @@ int main(int argc, char** argv) {
         SPECSTATE_CK(cudaMemcpy(commit, lens.data(), TM * 4, cudaMemcpyHostToDevice));
         const auto call = [&](int form, int i) {
           Problem p = problem(c.tokens, i);
-          if (c.width) p.rows.commit = {commit, false, 0, 1}, p.rows.width = c.width;
+          if (c.width) p.rows.commit = {commit, false, false, 0, 1}, p.rows.width = c.width;
           if (form == 0) launch_bulk<128>(wide[i % 3], quarters[i % 3], p, 132, c.width ? kHere : kBeside);
           if (form == 1) launch_pairs<5>(wide[i % 3], quarters[i % 3], p);
           if (form == 2) launch_pairs<6>(wide[i % 3], halves[i % 3], p);
@@ -657,7 +672,7 @@ int main(int argc, char** argv) {
                    n,
                    [&](int i) {
                      Problem p = problem(windows ? T * 16 / 7 : T, i);
-                     if (windows) p.rows.commit = {commit, false, 0, 1}, p.rows.width = 16;
+                     if (windows) p.rows.commit = {commit, false, false, 0, 1}, p.rows.width = 16;
                      launch_bulk<128>(wide[i % 3], quarters[i % 3], p, 132, planned);
                    },
                    samples));
