@@ -8,12 +8,11 @@
 //                  first 8, block 1 the others. All runs have to be added in rising order, so block 1 leaves each of its runs apart, and block 0 the sum of its own: in the workspace
 //                  (from L2 and back), each thread for the one of its number in the other block.
 //   129 to 256     the two share the rows, and the weights come to both through L2.
-// How many rows there are is known only once the block has read the commit lengths; the even blocks' first stages are the same either way and are asked for before.
+// How many rows there are is known before where they lie; else line_up has copied them one behind another, and left their list and number.
 //
 // Warps:
 //   groups 1 and 2   multiply 64 rows each and add up the runs; then each warp finishes the K of its rows;
-//   warps 0, 1       fill the ring of stages (64 features): weights, and rows that lie one behind the other, by tensor map; gathered rows by 16-byte copies that arrive at the stage's
-//                    barrier by themselves;
+//   warp 0           fills the ring of stages (64 features) by tensor map;
 //   warps 2, 3       find out beside the products which rows are written and where they go (mark_tile).
 // All warps of group 0 finish quarters of V at the end. The rounded tile takes the place of the ring.
 #include "draft_kv/cuda/deal.hpp"
@@ -23,7 +22,6 @@
 
 namespace specstate::draft_kv::cuda {
 
-inline constexpr int kPairTokens = 1024;                // of a launch, at most
 inline constexpr int kPairHidden = 8192;                // features, at most: bounds the workspace
 inline constexpr int kPairClusters = 72;                // no GPU of this architecture holds more
 inline constexpr std::size_t kPairPart = 256 * 48 * 4;  // bytes of a half of a run: of 8 of every 16 rows
@@ -42,7 +40,7 @@ struct Pair {
   static constexpr int kSums = kWide / 2, kHalf = kSums / 2;  // registers of a thread; of the rows of either half
   static constexpr int kStride = 2 * kWide + 16;              // bytes of a row of rounded sums (finish_rows.cuh)
   static constexpr std::uint32_t kRowBytes = kRows * kDepth * 2, kStage = kRowBytes + kWide * kDepth * 2;
-  static constexpr int kStages = kQuarters == 5 ? 6 : 5, kLoaders = 64, kMarkers = 64, kBuckets = 2 * kRows;
+  static constexpr int kStages = kQuarters == 5 ? 6 : 5, kMarkers = 64, kBuckets = 2 * kRows;
   static constexpr int kRegisters = kQuarters == 5 ? 192 : 224, kFewRegisters = (168 * kThreads - 256 * kRegisters) / 128;
 
   struct Tail {
@@ -52,9 +50,7 @@ struct Pair {
     PairShare share;
     int items;
     std::uint64_t full[kStages], empty[kStages], marked, placed, done, left;
-    unsigned kept[kPairTokens / 32];  // rows of the launch that are not rejected, a bit each
     int bucket[kBuckets];
-    std::uint16_t row[kPairTokens];  // of the launch: the list of them
   };
   static constexpr std::size_t kShared = kStages * kStage + sizeof(Tail);
   static_assert(kShared <= 232448 && kRows * kStride <= kStages * kStage && kHalf * 256 * 4 <= kPairPart);
@@ -63,9 +59,10 @@ struct Pair {
 struct PairShape {
   LayerPlaces deal;
   Runs runs;
-  float* parts;      // [kPairClusters][runs - 1][kPairPart]
-  bool as_they_lie;  // row i of the launch is row i of its tiles; else those that are not rejected
-  int box;           // rows of ctx's box
+  float* parts;           // [kPairClusters][runs - 1][kPairPart]
+  int box;                // rows of ctx's box
+  const Row* list;        // of the rows that line_up has lined up (slot -1: not written); null: row i of ctx is row i of the launch
+  const int* list_count;  // and their number
 };
 constexpr std::size_t pair_bytes(int runs) { return kPairClusters * static_cast<std::size_t>(runs - 1) * kPairPart; }
 
@@ -106,10 +103,10 @@ __global__ void __launch_bounds__(Pair<kQuarters>::kThreads, 1)
   const int thread = threadIdx.x, group = thread / 128, warp = thread / 32 % 4, lane = thread % 32;
   const int cluster = blockIdx.x / 2, rank = static_cast<int>(ptx::cluster_rank());
   const int all_runs = shape.runs.count, half_runs = all_runs / 2, first_weight = p.first_layer * 2 * p.heads * kHeadDim;
-  const bool lies = shape.as_they_lie;
+  const bool lies = !shape.list;
   trace(kEntry, thread == 32);
   // What of the weights this block surely needs first, on its way to L2: of block 1, if they share the features; else block 0 asks for it.
-  if (thread == 32) {
+  if (thread == 32 && lies) {
     const LayerPlaces::Place place = shape.deal[cluster];
 #pragma unroll 1
     for (int k = 0; k < 4; ++k) tile_prefetch(weights, (shape.runs.begin(rank * half_runs) + k) * kDepth, first_weight + place.wide);
@@ -130,8 +127,9 @@ __global__ void __launch_bounds__(Pair<kQuarters>::kThreads, 1)
     tile_load(to, weights, k * kDepth, first_weight + place.wide, &tail.full[stage], once);
     if (place.narrow >= 0) tile_load(to + 128 * kDepth * 2, quarters, k * kDepth, first_weight + place.narrow, &tail.full[stage], once);
   };
-  const std::uint32_t box_bytes = lies ? static_cast<std::uint32_t>(shape.box * kDepth * 2) : 0;
+  const std::uint32_t box_bytes = static_cast<std::uint32_t>(shape.box * kDepth * 2);
   int count = p.rows.tokens;
+  const int row_begin = lies ? static_cast<int>(p.rows.first) : 0;
   const auto share_of = [&](int first) {
     PairShare s{};
     const int n = min(count - first, 2 * kRows);
@@ -144,12 +142,13 @@ __global__ void __launch_bounds__(Pair<kQuarters>::kThreads, 1)
   int ahead = 0;  // stages whose weights (and rows, as they lie) are asked for before all else
   if (thread == 0) {
     prefetch_map(weights), prefetch_map(quarters), prefetch_map(rows);
-    for (int i = 0; i < kStages; ++i) ptx::barrier_init(&tail.full[i], lies ? 1 : 1 + F::kLoaders), ptx::barrier_init(&tail.empty[i], 8);
+    for (int i = 0; i < kStages; ++i) ptx::barrier_init(&tail.full[i], 1), ptx::barrier_init(&tail.empty[i], 8);
     ptx::barrier_init(&tail.marked, F::kMarkers), ptx::barrier_init(&tail.placed, F::kMarkers);
     ptx::barrier_init(&tail.done, 256), ptx::barrier_init(&tail.left, 256);
     ptx::fence_barriers();
     ptx::wait_for_previous();
-    if (lies || rank == 0) {
+    if (!lies) count = __ldcg(shape.list_count);
+    if (count > 0) {
       const LayerPlaces::Place place = shape.deal[cluster];
       const PairShare s = share_of(0);
       const int begin = shape.runs.begin(s.begin);
@@ -157,48 +156,18 @@ __global__ void __launch_bounds__(Pair<kQuarters>::kThreads, 1)
       for (int k = 0; k < ahead; ++k) {
         ptx::barrier_expect(&tail.full[k], weight_bytes(place) + box_bytes);
         load_weights(place, k, begin + k);
-        if (lies)
-          tile_load(memory + k * F::kStage, rows, (begin + k) * kDepth, static_cast<int>(p.rows.first) + s.row, &tail.full[k], keep);
+        tile_load(memory + k * F::kStage, rows, (begin + k) * kDepth, row_begin + s.row, &tail.full[k], keep);
       }
     }
     trace(kStart, true);
   }
   ptx::wait_for_previous();
   ptx::let_next_start();
-  if (!lies) {  // the rows that are not rejected
-    constexpr int kEach = (kPairTokens + F::kThreads - 1) / F::kThreads;
-    bool stands[kEach];
-#pragma unroll
-    for (int e = 0; e < kEach; ++e) stands[e] = read_row(p.rows, thread + e * F::kThreads, blockIdx.x == 0).slot >= 0;
-#pragma unroll
-    for (int e = 0; e < kEach; ++e)
-      if (const unsigned bits = __ballot_sync(~0u, stands[e]); lane == 0 && thread + e * F::kThreads < kPairTokens)
-        tail.kept[(thread + e * F::kThreads) / 32] = bits;
-    __syncthreads();
-    int before = 32 * lane < count ? __popc(tail.kept[lane]) : 0;
-    const int own = before;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int other = __shfl_up_sync(~0u, before, step);
-      if (lane >= step) before += other;
-    }
-    const int all = __shfl_sync(~0u, before, 31);
-    for (int word = thread / 32; 32 * word < count; word += F::kThreads / 32) {
-      const int at = __shfl_sync(~0u, before - own, word);
-      const unsigned bits = tail.kept[word];
-      if (bits >> lane & 1) tail.row[at + __popc(bits & ((1u << lane) - 1))] = static_cast<std::uint16_t>(32 * word + lane);
-    }
-    count = all;
-  }
+  if (!lies) count = __ldcg(shape.list_count);
+  if (count == 0) return;  // both blocks
   __syncthreads();
   trace(kBarriers, thread == 128);
   const int items = shape.deal.used * ((count + 2 * kRows - 1) / (2 * kRows));
-  if (items == 0 && rank == 0 && thread < F::kLoaders) {  // nothing is written: what is on its way has to come before the block ends
-    for (int k = 0; k < min(kStages, shape.runs.begin(all_runs) - shape.runs.begin(half_runs)); ++k) {
-      ptx::barrier_arrive(&tail.full[k]);
-      ptx::barrier_wait(&tail.full[k], 0);
-    }
-  }
   // Item i: all places of the first 256 rows, then of the next. What is about an item stays in shared memory: the sums need all registers.
   const auto begin_item = [&](int item) {
     PairShare s = share_of(item / shape.deal.used * 2 * kRows);
@@ -234,47 +203,17 @@ __global__ void __launch_bounds__(Pair<kQuarters>::kThreads, 1)
       const LayerPlaces::Place place = s.place;
       const int begin = shape.runs.begin(s.begin), end = shape.runs.begin(s.end);
       if (warp < 2) {
-        if (lies) {
-          if (thread == 0) {
-            if ((stage += ahead) >= kStages) stage -= kStages, parity ^= 1;
+        if (thread == 0) {
+          if ((stage += ahead) >= kStages) stage -= kStages, parity ^= 1;
 #pragma unroll 1
-            for (int k = begin + ahead; k < end; ++k) {
-              ptx::barrier_wait(&tail.empty[stage], parity);
-              ptx::barrier_expect(&tail.full[stage], weight_bytes(place) + box_bytes);
-              load_weights(place, stage, k);
-              tile_load(memory + stage * F::kStage, rows, k * kDepth, static_cast<int>(p.rows.first) + s.row, &tail.full[stage], keep);
-              if (++stage == kStages) stage = 0, parity ^= 1;
-            }
-            trace(kAsked, true);
-          }
-        } else {
-          const int piece = thread % 8, first_row = thread / 8;  // and every eighth row from there
-          const auto* const ctx = static_cast<const std::uint16_t*>(p.ctx) + p.rows.first * p.ctx_stride + piece * 8;
-          const int valid = min(s.rows - s.row, kRows);  // nobody looks at what becomes of the rows behind
-          std::uint32_t from[kRows / 16];                // rows of the launch, two a register
-#pragma unroll
-          for (int j = 0; j < kRows / 16; ++j)
-            from[j] = tail.row[s.row + min(first_row + 16 * j, valid - 1)] | tail.row[s.row + min(first_row + 16 * j + 8, valid - 1)] << 16;
-          const auto pieces = static_cast<std::uint32_t>(p.ctx_stride / 8);  // of a row
-          const auto* column = reinterpret_cast<const uint4*>(ctx) + begin * (kDepth / 8);
-#pragma unroll 1
-          for (int k = begin; k < end; ++k, column += kDepth / 8) {
-            unsigned char* const a = memory + stage * F::kStage;
+          for (int k = begin + ahead; k < end; ++k) {
             ptx::barrier_wait(&tail.empty[stage], parity);
-            if (thread == 0 && k >= begin + ahead) {
-              ptx::barrier_expect(&tail.full[stage], weight_bytes(place));
-              load_weights(place, stage, k);
-            }
-            unsigned char* const to = a + first_row * 128 + ((piece ^ first_row) << 4);
-#pragma unroll
-            for (int j = 0; j < kRows / 8; ++j)
-              if (first_row + 8 * j < valid) ptx::copy_async(to + j * 1024, column + (from[j / 2] >> 16 * (j % 2) & 0xFFFF) * pieces);
-            ptx::copy_async_arrive(&tail.full[stage]);
+            ptx::barrier_expect(&tail.full[stage], weight_bytes(place) + box_bytes);
+            load_weights(place, stage, k);
+            tile_load(memory + stage * F::kStage, rows, k * kDepth, row_begin + s.row, &tail.full[stage], keep);
             if (++stage == kStages) stage = 0, parity ^= 1;
           }
-          ptx::copy_async_commit();
-          ptx::copy_async_wait<0>();
-          trace(kAsked, thread == 0);
+          trace(kAsked, true);
         }
         ahead = 0;
         __syncwarp();
@@ -292,13 +231,23 @@ __global__ void __launch_bounds__(Pair<kQuarters>::kThreads, 1)
           ptx::barrier_wait(&tail.marked, marks);
           marks ^= 1;
         };
-        mark_tile<kRows, F::kBuckets, kRows / F::kMarkers>(
-            [&](int i) {
-              const std::int64_t at = p.rows.first + (lies ? i : tail.row[i]);
-              return p.rows.slots.data ? index_at(p.rows.slots, at, p.rows.width) : at;
-            },
-            [&](int i, bool raise) { return read_row(p.rows, lies ? i : tail.row[i], raise); }, count, s.row, s.from, tail.slot,
-            tail.position, tail.bucket, marker, F::kMarkers, meet);
+        if (lies) {
+          mark_tile<kRows, F::kBuckets, kRows / F::kMarkers>(
+              [&](int i) {
+                const std::int64_t at = p.rows.first + i;
+                return p.rows.slots.data ? index_at(p.rows.slots, at, p.rows.width) : at;
+              },
+              [&](int i, bool raise) { return read_row(p.rows, i, raise); }, count, s.row, s.from, tail.slot, tail.position, tail.bucket,
+              marker, F::kMarkers, meet);
+        } else {
+          for (int r = marker; r < kRows; r += F::kMarkers) {
+            Row row{-1, 0, 0};
+            if (s.row + r >= s.from && s.row + r < count) row = lined_row(shape.list, s.row + r);
+            tail.slot[r] = row.slot, tail.position[r] = row.position;
+          }
+          meet();
+          meet();
+        }
         for (int i = marker; i < kRows; i += F::kMarkers) {  // row i of those that this block finishes
           const int r = s.splits ? i % (kRows / 2) / 8 * 16 + 8 * rank + i % 8 : i;
           tail.to[i] = s.row + r < s.rows ? tail.slot[r] : -1, tail.by[i] = tail.position[r];
@@ -364,8 +313,6 @@ __global__ void __launch_bounds__(Pair<kQuarters>::kThreads, 1)
       const auto multiply = [&](float(&x)[kSums], bool add) {  // by the stage that is next
         const std::uint32_t m = ring + stage * F::kStage;
         ptx::barrier_wait_at(full + 8 * stage, parity);
-        if (!lies)
-          ptx::fence_async();  // the copies of others, which their barrier made visible to this thread, before what the tensor cores read
         const std::uint64_t a = tile_descriptor_at(m + side * static_cast<std::uint32_t>(kRowTileBytes)),
                             b = tile_descriptor_at(m + F::kRowBytes);
         product_fence();

@@ -17,6 +17,12 @@ struct alignas(16) Row {
   int row, position;
 };
 
+/// Row i of a list that the launch before has left.
+__device__ __forceinline__ Row lined_row(const Row* list, int i) {
+  const uint4 x = __ldcg(reinterpret_cast<const uint4*>(list + i));
+  return {static_cast<std::int64_t>(x.y) << 32 | x.x, static_cast<int>(x.z), static_cast<int>(x.w)};
+}
+
 /// i / width: rows and windows are counted in 32 bits but for calls of 2^32 rows and more.
 __device__ __forceinline__ std::int64_t window_of(std::int64_t i, std::int64_t width) {
   if (((i | width) >> 32) == 0) return static_cast<std::uint32_t>(i) / static_cast<std::uint32_t>(width);

@@ -2,7 +2,9 @@
 //
 //   few_rows   up to 64 rows, target features and their projection, too: bound by reading the weights
 //   many_rows  up to 128, as they lie
-//   pair_rows  65 to 256 rows, and up to 512 that have to be gathered (heads of 128)
+//   pair_rows  65 to 256 rows, and those that stand of 257 to 512 (heads of 128)
+//   half_rows  those that stand of 129 to 256 (heads of 128)
+//   line_up    before the last two where some are rejected: copies those that stand one behind another
 //   bulk_rows  more of them, bound by the tensor cores
 //   any_rows   shapes, dtypes and strides that those do not take
 // The first four add in one order and give the same bits, so any split of the rows into calls does, too.
@@ -18,6 +20,8 @@
 #include "draft_kv/cuda/features.cuh"
 #include "draft_kv/cuda/few_rows.cuh"
 #include "draft_kv/cuda/flags.hpp"
+#include "draft_kv/cuda/half_rows.cuh"
+#include "draft_kv/cuda/line_up.cuh"
 #include "draft_kv/cuda/pair_rows.cuh"
 
 namespace specstate::draft_kv::cuda {
@@ -43,23 +47,38 @@ Encode tensor_map_encoder() {
   return encode;
 }
 
-/// Rows of 16-bit values in global memory; a box is 64 of them of `box_rows` rows, swizzled. `once`: nobody else will read what lies beside it.
-CUtensorMap tile_map(const void* data, DType dtype, std::int64_t rows, std::int64_t width, std::int64_t row_stride, int box_rows,
-                     bool once) {
+CUtensorMap tensor_map(const void* data, DType dtype, cuuint32_t dims, const cuuint64_t* sizes, const cuuint64_t* strides,
+                       const cuuint32_t* box, bool once) {
   CUtensorMap map;
-  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(width), static_cast<cuuint64_t>(rows)};
-  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(rows > 1 ? row_stride : width) * 2};
-  const cuuint32_t box[2] = {kDepth, static_cast<cuuint32_t>(box_rows)}, steps[2] = {1, 1};
+  const cuuint32_t steps[] = {1, 1, 1, 1};
   const CUtensorMapDataType type = dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   const CUresult result = tensor_map_encoder()(
-      &map, type, 2, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      &map, type, dims, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
       once ? CU_TENSOR_MAP_L2_PROMOTION_NONE : CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) throw Error(ErrorKind::kCuda, "cuTensorMapEncodeTiled: error " + std::to_string(result) + ".");
   return map;
 }
+/// Rows of 16-bit values in global memory; a box is 64 of them of `box_rows` rows, swizzled. `once`: nobody else will read what lies beside it.
+CUtensorMap tile_map(const void* data, DType dtype, std::int64_t rows, std::int64_t width, std::int64_t row_stride, int box_rows,
+                     bool once) {
+  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(width), static_cast<cuuint64_t>(rows)};
+  const cuuint64_t strides[] = {static_cast<cuuint64_t>(rows > 1 ? row_stride : width) * 2};
+  const cuuint32_t box[] = {kDepth, static_cast<cuuint32_t>(box_rows)};
+  return tensor_map(data, dtype, 2, sizes, strides, box, once);
+}
 /// Weights [.., rows, depth].
 CUtensorMap weight_map(const TensorView& w, int box_rows, bool once) {
   return tile_map(w.data, w.dtype, (w.ndim == 3 ? w.sizes[0] : 1) * w.size(-2), w.size(-1), w.stride(-2), box_rows, once);
+}
+
+/// The same rows seen as [rows / (2 cut), 2, cut]: a box has every other `cut` of 128 rows.
+CUtensorMap half_heads_map(const TensorView& w, int cut) {
+  const auto rows = static_cast<cuuint64_t>((w.ndim == 3 ? w.sizes[0] : 1) * w.size(-2)), apart = static_cast<cuuint64_t>(cut);
+  const auto bytes = static_cast<cuuint64_t>(w.stride(-2)) * 2;
+  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(w.size(-1)), apart, 2, rows / (2 * apart)};
+  const cuuint64_t strides[] = {bytes, apart * bytes, 2 * apart * bytes};
+  const cuuint32_t box[] = {kDepth, static_cast<cuuint32_t>(cut), 1, static_cast<cuuint32_t>(64 / cut)};
+  return tensor_map(w.data, w.dtype, 4, sizes, strides, box, false);
 }
 
 bool aligned(const void* p, std::int64_t bytes) { return reinterpret_cast<std::uintptr_t>(p) % static_cast<std::uintptr_t>(bytes) == 0; }
@@ -131,6 +150,7 @@ struct Means {
   int* count;
   float* parts;
   unsigned long long* part_flags;
+  std::uint16_t* lined;  // rows that stand, one behind another
   Context context;  // raw null where the caller gives the projection's features itself
 };
 
@@ -215,15 +235,43 @@ void launch_bulk(const Problem& p, const TensorView& weight, std::int64_t rows, 
 bool pair_takes(const MaterializeArgs& a, int tokens) {
   const std::int64_t hidden = a.kv_weight.sizes[2];
   return a.norm_rope.head_dim == 128 && !a.fc_weight.given() && hidden <= kPairHidden && tokens > (hidden <= 4096 ? 64 : 128) &&
-         tokens <= (a.commit_lens.given() ? 512 : 256);
+         tokens <= (a.commit_lens.given() ? kLinedRows : 256);
+}
+/// Are rows of such a launch lined up first?
+bool lined(const Rows& rows) { return rows.commit.data && rows.tokens > kHalfTile; }
+void launch_line_up(const Problem& p, const Means& m, Stream stream) {
+  if (p.first_layer == 0)
+    launch(line_up, {.grid = static_cast<unsigned>(device_info().multiprocessors), .block = kLineThreads, .overlap = true}, stream, p.rows,
+           static_cast<const uint4*>(p.ctx), p.ctx_stride / 8, p.hidden / 8, m.list, m.count, reinterpret_cast<uint4*>(m.lined));
+}
+/// half_rows, of the rows that line_up leaves.
+template <class Io, int kQuarters>
+void launch_halves_of(const Problem& p, const TensorView& weight, const LayerPlaces& deal, const Means& m, Stream stream) {
+  using F = Halves<kQuarters>;
+  launch_line_up(p, m, stream);
+  const HalvesShape shape{deal, Runs::of(p.hidden), m.list, m.count, false, half_cut(p.is_neox_style, p.rotary_dim)};
+  const auto kernel = half_rows<Io, kQuarters>;
+  const auto clusters = clusters_at_once<2>(kernel, F::kThreads);
+  const auto rows_map = [&](int box) { return tile_map(m.lined, weight.dtype, p.rows.tokens, p.hidden, p.hidden, box, false); };
+  launch(kernel,
+         {.grid = 2 * std::min(clusters, static_cast<unsigned>(deal.used)),
+          .block = F::kThreads,
+          .shared = F::kShared,
+          .cluster = 2,
+          .overlap = true},
+         stream, half_heads_map(weight, shape.cut), weight_map(weight, F::kNarrow, false), weight_map(weight, F::kHalf, false),
+         rows_map(kHalfTile / 2), rows_map(kHalfTile), p, shape);
 }
 template <class Io, int kQuarters>
-void launch_pairs_of(const Problem& p, const TensorView& weight, std::int64_t rows, const LayerPlaces& deal, const Means& m,
-                     Stream stream) {
+void launch_pairs_of(Problem p, const TensorView& weight, std::int64_t rows, const LayerPlaces& deal, const Means& m, Stream stream) {
   using F = Pair<kQuarters>;
   const auto kernel = pair_rows<Io, kQuarters>;
-  const PairShape shape{deal, Runs::of(p.hidden), m.parts, !p.rows.commit.data || p.rows.tokens <= F::kRows,
-                        std::min(p.rows.tokens, F::kRows)};
+  PairShape shape{deal, Runs::of(p.hidden), m.parts, std::min(p.rows.tokens, F::kRows), nullptr, nullptr};
+  if (lined(p.rows)) {  // how many stand, only the GPU knows
+    launch_line_up(p, m, stream);
+    shape.list = m.list, shape.list_count = m.count, rows = p.rows.tokens;
+    p.ctx = m.lined, p.ctx_stride = p.hidden;
+  }
   const auto clusters = clusters_at_once<2>(kernel, F::kThreads);
   launch(kernel,
          {.grid = 2 * std::min({clusters, static_cast<unsigned>(deal.used), static_cast<unsigned>(kPairClusters)}),
@@ -237,7 +285,10 @@ void launch_pairs_of(const Problem& p, const TensorView& weight, std::int64_t ro
 template <class Io>
 void launch_pairs(const Problem& p, const TensorView& weight, std::int64_t rows, const Means& m, Stream stream) {
   const auto deal = LayerPlaces::of_pairs(p.layers, p.heads, device_info().multiprocessors / 2);
-  deal.width == 5 ? launch_pairs_of<Io, 5>(p, weight, rows, deal, m, stream) : launch_pairs_of<Io, 6>(p, weight, rows, deal, m, stream);
+  if (lined(p.rows) && p.rows.tokens <= 2 * kHalfTile)
+    deal.width == 5 ? launch_halves_of<Io, 5>(p, weight, deal, m, stream) : launch_halves_of<Io, 6>(p, weight, deal, m, stream);
+  else
+    deal.width == 5 ? launch_pairs_of<Io, 5>(p, weight, rows, deal, m, stream) : launch_pairs_of<Io, 6>(p, weight, rows, deal, m, stream);
 }
 
 /// few_rows; `rows` is what its tensor map of ctx covers.
@@ -387,9 +438,9 @@ void launch_any(const MaterializeArgs& a, const Problem& p, const Means& m, Stre
 
 std::int64_t round_up(std::int64_t n) { return (n + 255) / 256 * 256; }
 
-/// The parts of a workspace: a list of rows, its length, what blocks of bulk_rows hand on, and rows of context with their sums of squares.
+/// The parts of a workspace: a list of rows, its length, what blocks of bulk_rows and pair_rows hand on, rows that are lined up, and rows of context with their sums of squares.
 struct Parts {
-  std::int64_t count, flags, sums, squares, raw, end;
+  std::int64_t count, flags, sums, lined, squares, raw, end;
 };
 /// `item`: bytes of a value of context, 0 where there is none.
 Parts parts(std::int64_t tokens, std::int64_t hidden, std::int64_t item) {
@@ -404,6 +455,8 @@ Parts parts(std::int64_t tokens, std::int64_t hidden, std::int64_t item) {
       (bulk ? static_cast<std::int64_t>(std::max(
                   kPartBlocks * kPartBytes, pair_bytes(Runs::of(static_cast<int>(std::clamp<std::int64_t>(hidden, 1, kPairHidden))).count)))
             : 0);
+  p.lined = p.squares;  // (without target features there are no squares)
+  p.squares += bulk && tokens > kTileRows && hidden <= kPairHidden ? round_up(std::min<std::int64_t>(tokens, kLinedRows) * hidden * 2) : 0;
   p.raw = p.squares + (item > 0 ? round_up(rows * (hidden + 15) / 16 * 4) : 0);
   p.end = p.raw + rows * hidden * item;
   return p;
@@ -445,6 +498,7 @@ void run(const MaterializeArgs& a, Stream stream) {
   m.list = reinterpret_cast<Row*>(workspace), m.count = reinterpret_cast<int*>(workspace + at.count);
   if (!with_context) {
     m.parts = reinterpret_cast<float*>(workspace + at.sums), m.part_flags = reinterpret_cast<unsigned long long*>(workspace + at.flags);
+    m.lined = reinterpret_cast<std::uint16_t*>(workspace + at.lined);
   }
   if (with_context)
     m.context = {reinterpret_cast<std::uint16_t*>(workspace + at.raw), reinterpret_cast<float*>(workspace + at.squares),

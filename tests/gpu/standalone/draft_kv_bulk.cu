@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "draft_kv/cuda/bulk_rows.cuh"
+#include "draft_kv/cuda/line_up.cuh"
 #include "draft_kv/cuda/pair_rows.cuh"
 #include "draft_kv_programs.cuh"
 using namespace specstate;
@@ -170,13 +171,30 @@ void launch_bulk(const CUtensorMap& wide, const CUtensorMap& m, const Problem& a
   }
 }
 static float* g_pair_parts;
+static uint16_t* g_lined;
+/// `lined`: the rows that stand are copied one behind another before; then of more than 4096 features many_rows takes up to 128 of them.
 template <int kQuarters>
-void launch_pairs(const CUtensorMap& wide, const CUtensorMap& narrow, const Problem& p, int clusters = 66) {
+void launch_pairs(const CUtensorMap& wide, const CUtensorMap& narrow, Problem p, bool lined, int clusters = 66) {
   using F = Pair<kQuarters>;
-  PairShape s{LayerPlaces(p.layers, p.heads, kQuarters), Runs::of(p.hidden), g_pair_parts, !p.rows.commit.data || p.rows.tokens <= 128,
-              std::min(p.rows.tokens, 128)};
+  PairShape s{LayerPlaces(p.layers, p.heads, kQuarters), Runs::of(p.hidden), g_pair_parts, std::min(p.rows.tokens, 128), nullptr, nullptr, 0};
+  const bool pdl = g_bulk_pdl;
+  int64_t tokens = p.rows.first + p.rows.tokens;
+  if (lined) {
+    launch_over(line_up, 132, kLineThreads, 0, 1, p.rows, (const uint4*)p.ctx, p.ctx_stride / 8, p.hidden / 8, g_list,
+                (int*)(g_list + kListRows), (uint4*)g_lined);
+    p.ctx = g_lined, p.ctx_stride = p.hidden, tokens = p.rows.tokens;
+    s.list = g_list, s.list_count = (int*)(g_list + kListRows);
+    g_bulk_pdl = true;
+    if (p.hidden > 4096 || clusters == 3) {
+      ManyShape m = many_shape<2>({p.layers * 2 * p.heads, Runs::of(p.hidden)}, p.rows.tokens, 232448);
+      m.list = g_list, m.list_count = s.list_count, s.least = 129;
+      launch_over(many_rows<core::bfloat16, 128, 2>, std::min(132, m.head_tiles), Many<2>::kThreads, many_shared_bytes<2>(m.stages, m.box), 1, wide,
+                  rows_map(p.ctx, tokens, p.hidden, p.ctx_stride, m.box), p, m);
+    }
+  }
   launch_over(pair_rows<core::bfloat16, kQuarters>, 2 * std::min(clusters, s.deal.used), F::kThreads, F::kShared, 2, wide, narrow,
-              rows_map(p.ctx, p.rows.first + p.rows.tokens, p.hidden, p.ctx_stride, s.box), p, s);
+              rows_map(p.ctx, tokens, p.hidden, p.ctx_stride, s.box), p, s);
+  g_bulk_pdl = pdl;
 }
 int main(int argc, char** argv) {
   setvbuf(stdout, nullptr, _IOLBF, 0);
@@ -189,6 +207,8 @@ int main(int argc, char** argv) {
   SPECSTATE_CK(cudaMalloc(&g_parts, kPartBlocks * kPartBytes));
   SPECSTATE_CK(cudaMalloc(&g_pair_parts, pair_bytes(8)));
   SPECSTATE_CK(cudaMemset(g_pair_parts, 0xFF, pair_bytes(8)));
+  SPECSTATE_CK(cudaMalloc(&g_lined, kLinedRows * 8192 * 2));
+  SPECSTATE_CK(cudaMemset(g_lined, 0xFF, kLinedRows * 8192 * 2));
   SPECSTATE_CK(cudaMalloc(&g_flush, kFlush));
   SPECSTATE_CK(cudaMalloc(&g_flags, kPartBlocks * kPartFlags * 8));
   SPECSTATE_CK(cudaMemset(g_flags, 0x77, kPartBlocks * kPartFlags * 8));
@@ -316,13 +336,14 @@ int main(int argc, char** argv) {
         p.target[1][l] = {{vp[v] + l * slots * N * D, (int64_t)N * D, D, 1}, 1};
       }
       const bool pairs = form.planned == kPairs5 || form.planned == kPairs6;
-      if (pairs && (D != 128 || T > kPairTokens)) continue;
+      const bool lined = pairs && (W || v % 2 == 0);
+      if (pairs && (D != 128 || (lined && T > kLinedRows))) continue;
       if (only_pairs && !pairs && v > 0) continue;
       g_plan_blocks = form.sms == 132 ? kPlanBlocks : 1;
       if (form.planned == kPairs5)
-        launch_pairs<5>(wide, quarters, p, form.sms);
+        launch_pairs<5>(wide, quarters, p, lined, form.sms);
       else if (form.planned == kPairs6)
-        launch_pairs<6>(wide, halves, p, form.sms);
+        launch_pairs<6>(wide, halves, p, lined, form.sms);
       else if (D == 128)
         launch_bulk<128>(wide, quarters, p, form.sms, form.planned);
 #ifndef SPECSTATE_NO_64
@@ -592,9 +613,8 @@ int main(int argc, char** argv) {
       struct Cell {
         int tokens, width, stand;
       };
-      const std::vector<Cell> k3 = {{256, 8, 4}, {512, 8, 4}, {128, 8, 4}, {64, 0, 0}, {96, 0, 0}, {128, 0, 0}, {256, 0, 0}, {512, 16, 7}},
-                              others = {{32, 0, 0},  {64, 0, 0},  {65, 0, 0},  {96, 0, 0},   {128, 0, 0},
-                                        {144, 0, 0}, {256, 0, 0}, {256, 8, 4}, {512, 16, 7}, {512, 8, 4}};
+      const std::vector<Cell> k3 = {{256, 8, 4}, {512, 8, 4}, {256, 0, 0}, {512, 16, 7}, {512, 8, 6}},
+                              others = {{128, 0, 0}, {256, 0, 0}, {256, 8, 4}, {512, 16, 7}, {512, 8, 4}};
       for (const Cell& c : H == 7168 ? k3 : others) {
         std::vector<int> lens(TM, c.stand);
         SPECSTATE_CK(cudaMemcpy(commit, lens.data(), TM * 4, cudaMemcpyHostToDevice));
@@ -602,8 +622,8 @@ int main(int argc, char** argv) {
           Problem p = problem(c.tokens, i);
           if (c.width) p.rows.commit = {commit, false, false, 0, 1}, p.rows.width = c.width;
           if (form == 0) launch_bulk<128>(wide[i % 3], quarters[i % 3], p, 132, c.width ? kHere : kBeside);
-          if (form == 1) launch_pairs<5>(wide[i % 3], quarters[i % 3], p);
-          if (form == 2) launch_pairs<6>(wide[i % 3], halves[i % 3], p);
+          if (form == 1) launch_pairs<5>(wide[i % 3], quarters[i % 3], p, c.width > 0);
+          if (form == 2) launch_pairs<6>(wide[i % 3], halves[i % 3], p, c.width > 0);
         };
 #ifdef SPECSTATE_DRAFT_KV_TRACE
         for (int form = 1; form < 3;
@@ -638,7 +658,7 @@ int main(int argc, char** argv) {
         printf("pairs: H %d T %d, %d of %d:", H, c.tokens, c.stand, c.width);
         for (bool pdl : {false, true}) {
           g_bulk_pdl = pdl;
-          for (int form = 0; form < 3; ++form)
+          for (int form : {0, H == 7168 ? 2 : 1})
             printf(" %s%s %.2f (cold %.2f)",
                    form == 0   ? "bulk"
                    : form == 1 ? "160"
