@@ -203,16 +203,15 @@ __global__ void __launch_bounds__(ManyFeatures<kGroups>::kThreads, 1)
   }
 }
 
-/// A block a row, in place; `count`: how many there are, null: all.
+/// A block a row, in place; `count`: how many there are, null: all. kKept: pieces of a thread whose weights are read before fc has ended; of many rows none, whose blocks follow each other.
 inline constexpr int kNormalizeThreads = 256;
-template <class Io>
+template <class Io, int kKept>
 __global__ void __launch_bounds__(kNormalizeThreads) normalize_rows(const Context c, const int* count) {
   trace(kEntry, threadIdx.x == 0 && blockIdx.x < 132, 1);
   ptx::let_next_start();  // what comes next may ask for its weights while fc still runs
   // The norm's weights were there before fc.
-  constexpr int kKept = 4;
   const int pieces = c.hidden / 8, lane = threadIdx.x % 32;
-  float norm[kKept][8];
+  float norm[kKept + 1][8];
 #pragma unroll
   for (int i = 0; i < kKept; ++i)
     if (const int piece = threadIdx.x + i * kNormalizeThreads; piece < pieces) {
@@ -223,7 +222,7 @@ __global__ void __launch_bounds__(kNormalizeThreads) normalize_rows(const Contex
   trace(kStart, threadIdx.x == 0 && blockIdx.x < 132, 1);
   if (count && static_cast<int>(blockIdx.x) >= *count) return;
   auto* const row = reinterpret_cast<uint4*>(c.raw + static_cast<std::int64_t>(blockIdx.x) * c.hidden);
-  uint4 x[kKept];
+  uint4 x[kKept + 1];
 #pragma unroll
   for (int i = 0; i < kKept; ++i)
     if (const int piece = threadIdx.x + i * kNormalizeThreads; piece < pieces) x[i] = row[piece];

@@ -314,7 +314,7 @@ void launch_projection(const CUtensorMap& m, const CUtensorMap& quarter, const P
   a[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   a[0].val.programmaticStreamSerializationAllowed = 1;
   c.attrs = a, c.numAttrs = g_pdl, c.gridDim = p.rows.tokens, c.blockDim = kNormalizeThreads, c.stream = st;
-  SPECSTATE_CK(cudaLaunchKernelEx(&c, normalize_rows<core::bfloat16>, context, static_cast<const int*>(nullptr)));
+  SPECSTATE_CK(cudaLaunchKernelEx(&c, normalize_rows<core::bfloat16, 4>, context, static_cast<const int*>(nullptr)));
   launch_few_of<128, true>(m, quarter, p, runs, context, half);
 }
 int main(int argc, char** argv) {
