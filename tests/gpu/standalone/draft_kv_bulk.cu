@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "draft_kv/cuda/bulk_rows.cuh"
+#include "draft_kv/cuda/half_rows.cuh"
 #include "draft_kv/cuda/line_up.cuh"
 #include "draft_kv/cuda/pair_rows.cuh"
 #include "draft_kv_programs.cuh"
@@ -147,7 +148,7 @@ void launch_over(K k, int grid, int block, size_t shared, int cluster, A... args
   SPECSTATE_CK(cudaLaunchKernelEx(&c, k, args...));
 }
 /// Which rows are written: found out beside the products (only without commit lengths), by each block before, or by a kernel before.
-enum Planned { kBeside, kHere, kListed, kPairs5, kPairs6 };
+enum Planned { kBeside, kHere, kListed, kPairs5, kPairs6, kHalves5, kHalves6 };
 template <int D>
 void launch_bulk(const CUtensorMap& wide, const CUtensorMap& m, const Problem& all, int sms = 132, Planned planned = kBeside) {
   auto k = bulk_rows<core::bfloat16, D>;
@@ -172,28 +173,49 @@ void launch_bulk(const CUtensorMap& wide, const CUtensorMap& m, const Problem& a
 }
 static float* g_pair_parts;
 static uint16_t* g_lined;
-/// `lined`: the rows that stand are copied one behind another before; then of more than 4096 features many_rows takes up to 128 of them.
+CUtensorMap heads_map(const void* w, int64_t rows, int64_t hidden, int cut) {
+  CUtensorMap m;
+  cuuint64_t dims[4] = {(cuuint64_t)hidden, (cuuint64_t)cut, 2, (cuuint64_t)rows / (2 * cut)},
+             strides[3] = {(cuuint64_t)hidden * 2, (cuuint64_t)hidden * 2 * cut, (cuuint64_t)hidden * 4 * cut};
+  cuuint32_t box[4] = {64, (cuuint32_t)cut, 1, 64u / cut}, es[4] = {1, 1, 1, 1};
+  CUresult r = encode(&m, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, (void*)w, dims, strides, box, es, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (r) {
+    printf("encode heads %d\n", r);
+    exit(1);
+  }
+  return m;
+}
+/// The rows that stand, one behind another; what comes behind it overlaps.
+template <class Shape>
+void launch_line_up(Problem& p, Shape& s, bool copies) {
+  s.list = g_list, s.list_count = (int*)(g_list + kListRows);
+  launch_over(line_up, 132, kLineThreads, 0, 1, p.rows, (const uint4*)p.ctx, p.ctx_stride / 8, copies ? p.hidden / 8 : 0, g_list,
+              (int*)(g_list + kListRows), (uint4*)g_lined);
+  if (copies) p.ctx = g_lined, p.ctx_stride = p.hidden;
+}
 template <int kQuarters>
 void launch_pairs(const CUtensorMap& wide, const CUtensorMap& narrow, Problem p, bool lined, int clusters = 66) {
   using F = Pair<kQuarters>;
-  PairShape s{LayerPlaces(p.layers, p.heads, kQuarters), Runs::of(p.hidden), g_pair_parts, std::min(p.rows.tokens, 128), nullptr, nullptr, 0};
+  PairShape s{LayerPlaces(p.layers, p.heads, kQuarters), Runs::of(p.hidden), g_pair_parts, std::min(p.rows.tokens, 128), nullptr, nullptr};
   const bool pdl = g_bulk_pdl;
-  int64_t tokens = p.rows.first + p.rows.tokens;
-  if (lined) {
-    launch_over(line_up, 132, kLineThreads, 0, 1, p.rows, (const uint4*)p.ctx, p.ctx_stride / 8, p.hidden / 8, g_list,
-                (int*)(g_list + kListRows), (uint4*)g_lined);
-    p.ctx = g_lined, p.ctx_stride = p.hidden, tokens = p.rows.tokens;
-    s.list = g_list, s.list_count = (int*)(g_list + kListRows);
-    g_bulk_pdl = true;
-    if (p.hidden > 4096 || clusters == 3) {
-      ManyShape m = many_shape<2>({p.layers * 2 * p.heads, Runs::of(p.hidden)}, p.rows.tokens, 232448);
-      m.list = g_list, m.list_count = s.list_count, s.least = 129;
-      launch_over(many_rows<core::bfloat16, 128, 2>, std::min(132, m.head_tiles), Many<2>::kThreads, many_shared_bytes<2>(m.stages, m.box), 1, wide,
-                  rows_map(p.ctx, tokens, p.hidden, p.ctx_stride, m.box), p, m);
-    }
-  }
+  if (lined) launch_line_up(p, s, true), g_bulk_pdl = true;
+  const int64_t tokens = lined ? p.rows.tokens : p.rows.first + p.rows.tokens;
   launch_over(pair_rows<core::bfloat16, kQuarters>, 2 * std::min(clusters, s.deal.used), F::kThreads, F::kShared, 2, wide, narrow,
               rows_map(p.ctx, tokens, p.hidden, p.ctx_stride, s.box), p, s);
+  g_bulk_pdl = pdl;
+}
+template <int kQuarters>
+void launch_halves(const void* w, int64_t weight_rows, Problem p, bool lined, int clusters = 66) {
+  using F = Halves<kQuarters>;
+  HalvesShape s{LayerPlaces(p.layers, p.heads, kQuarters), Runs::of(p.hidden), nullptr, nullptr, !lined, half_cut(p.is_neox_style, p.rotary_dim)};
+  const bool pdl = g_bulk_pdl;
+  const int64_t tokens = lined ? p.rows.tokens : p.rows.first + p.rows.tokens;
+  launch_line_up(p, s, lined), g_bulk_pdl = true;
+  launch_over(half_rows<core::bfloat16, kQuarters>, 2 * std::min(clusters, s.deal.used), F::kThreads, F::kShared, 2,
+              heads_map(w, weight_rows, p.hidden, s.cut), rows_map(w, weight_rows, p.hidden, p.hidden, F::kNarrow),
+              rows_map(w, weight_rows, p.hidden, p.hidden, F::kHalf), rows_map(p.ctx, tokens, p.hidden, p.ctx_stride, 64),
+              rows_map(p.ctx, tokens, p.hidden, p.ctx_stride, 128), p, s);
   g_bulk_pdl = pdl;
 }
 int main(int argc, char** argv) {
@@ -303,7 +325,8 @@ int main(int argc, char** argv) {
     static const Form forms[] = {{"beside", kBeside, 132},     {"here", kHere, 132},          {"listed", kListed, 132},
                                  {"listed, 76", kListed, 76},  {"6 blocks", kBeside, 6},      {"66 blocks", kHere, 66},
                                  {"98 blocks", kBeside, 98},   {"pairs of 160", kPairs5, 66}, {"pairs of 192", kPairs6, 66},
-                                 {"5 pairs, 160", kPairs5, 5}, {"3 pairs, 192", kPairs6, 3},  {"again", kBeside, 132}};
+                                 {"5 pairs, 160", kPairs5, 5}, {"3 pairs, 192", kPairs6, 3},  {"halves of 160", kHalves5, 66},
+                                 {"halves of 192", kHalves6, 66}, {"5 halves, 160", kHalves5, 5}, {"3 halves, 192", kHalves6, 3}};
     int v = -1;
     for (const Form& form : forms) {
       ++v;
@@ -335,15 +358,19 @@ int main(int argc, char** argv) {
         p.target[0][l] = {{kp[v] + l * slots * N * D, (int64_t)N * D, D, 1}, 1};
         p.target[1][l] = {{vp[v] + l * slots * N * D, (int64_t)N * D, D, 1}, 1};
       }
-      const bool pairs = form.planned == kPairs5 || form.planned == kPairs6;
+      const bool pairs = form.planned >= kPairs5, halves_form = form.planned >= kHalves5;
       const bool lined = pairs && (W || v % 2 == 0);
-      if (pairs && (D != 128 || (lined && T > kLinedRows))) continue;
+      if (pairs && (D != 128 || ((lined || halves_form) && T > kLinedRows))) continue;
       if (only_pairs && !pairs && v > 0) continue;
       g_plan_blocks = form.sms == 132 ? kPlanBlocks : 1;
       if (form.planned == kPairs5)
         launch_pairs<5>(wide, quarters, p, lined, form.sms);
       else if (form.planned == kPairs6)
         launch_pairs<6>(wide, halves, p, lined, form.sms);
+      else if (form.planned == kHalves5)
+        launch_halves<5>(w, rows, p, lined, form.sms);
+      else if (form.planned == kHalves6)
+        launch_halves<6>(w, rows, p, lined, form.sms);
       else if (D == 128)
         launch_bulk<128>(wide, quarters, p, form.sms, form.planned);
 #ifndef SPECSTATE_NO_64
@@ -624,9 +651,11 @@ int main(int argc, char** argv) {
           if (form == 0) launch_bulk<128>(wide[i % 3], quarters[i % 3], p, 132, c.width ? kHere : kBeside);
           if (form == 1) launch_pairs<5>(wide[i % 3], quarters[i % 3], p, c.width > 0);
           if (form == 2) launch_pairs<6>(wide[i % 3], halves[i % 3], p, c.width > 0);
+          if (form == 3) launch_halves<5>(w[i % 3], rows, p, c.width > 0);
+          if (form == 4) launch_halves<6>(w[i % 3], rows, p, c.width > 0);
         };
 #ifdef SPECSTATE_DRAFT_KV_TRACE
-        for (int form = 1; form < 3;
+        for (int form = 1; form < 5;
              ++form) {  // when blocks pass each point, ns behind the first one's entry: medians over blocks and the last
           static unsigned long long at[132][kTracePoints];
           memset(at, 0, sizeof at);
@@ -640,7 +669,8 @@ int main(int argc, char** argv) {
           unsigned long long first = ~0ull;
           for (auto& block : at)
             if (block[kEntry]) first = std::min(first, block[kEntry]);
-          printf("trace: H %d T %d, %d of %d, %s:", H, c.tokens, c.stand, c.width, form == 1 ? "160" : "192");
+          printf("trace: H %d T %d, %d of %d, %s:", H, c.tokens, c.stand, c.width,
+                 form == 1 ? "pairs of 160" : form == 2 ? "pairs of 192" : form == 3 ? "halves of 160" : "halves of 192");
           static const char* const names[] = {"entry",      "listed", "prefetched", "first asked", "all asked", "first stage",
                                               "last stage", "summed", "plan there", "left",        "finished"};
           for (int point = 0; point < kTracePoints; ++point)
@@ -658,11 +688,11 @@ int main(int argc, char** argv) {
         printf("pairs: H %d T %d, %d of %d:", H, c.tokens, c.stand, c.width);
         for (bool pdl : {false, true}) {
           g_bulk_pdl = pdl;
-          for (int form : {0, H == 7168 ? 2 : 1})
+          for (int form : {0, H == 7168 ? 2 : 1, H == 7168 ? 4 : 3})
             printf(" %s%s %.2f (cold %.2f)",
                    form == 0   ? "bulk"
-                   : form == 1 ? "160"
-                               : "192",
+                   : form < 3 ? "pairs"
+                              : "halves",
                    pdl ? ", overlap" : "",
                    time_graph(
                        9, [&](int i) { call(form, i); }, 9),
