@@ -112,8 +112,8 @@ __device__ __forceinline__ void tile_load_to_all(void* to, const CUtensorMap& ma
 template <class Io, int kQuarters>
 __global__ void __launch_bounds__(Halves<kQuarters>::kThreads, 1)
     half_rows(const __grid_constant__ CUtensorMap heads, const __grid_constant__ CUtensorMap narrow,
-              const __grid_constant__ CUtensorMap columns, const __grid_constant__ CUtensorMap rows, const __grid_constant__ CUtensorMap tiles,
-              const __grid_constant__ Problem p, const __grid_constant__ HalvesShape shape) {
+              const __grid_constant__ CUtensorMap columns, const __grid_constant__ CUtensorMap rows,
+              const __grid_constant__ CUtensorMap tiles, const __grid_constant__ Problem p, const __grid_constant__ HalvesShape shape) {
   using F = Halves<kQuarters>;
   constexpr int kSums = F::kSums;
   extern __shared__ __align__(1024) unsigned char half_memory[];
@@ -153,7 +153,10 @@ __global__ void __launch_bounds__(Halves<kQuarters>::kThreads, 1)
   };
   constexpr std::false_type here{};
   constexpr std::true_type to_both{};
-  const int ahead = cluster < shape.deal.used ? min(F::kWeights, stages) : 0;  // stages of which half `rank` of the weights is asked for before all else: line_up has let this launch start, which had waited itself
+  const int ahead =
+      cluster < shape.deal.used
+          ? min(F::kWeights, stages)
+          : 0;  // stages of which half `rank` of the weights is asked for before all else: line_up has let this launch start, which had waited itself
   if (asks) {
     if (lane == 0) {
       prefetch_map(heads), prefetch_map(narrow), prefetch_map(columns), prefetch_map(rows), prefetch_map(tiles);
@@ -173,7 +176,9 @@ __global__ void __launch_bounds__(Halves<kQuarters>::kThreads, 1)
       trace(kStart, true);
     }
     __syncwarp();
-  } else if (warp < F::kWarps) {  // Arguments come from memory the first time, 64 bytes at a time and one after another: here every warp asks for others.
+  } else if (
+      warp <
+      F::kWarps) {  // Arguments come from memory the first time, 64 bytes at a time and one after another: here every warp asks for others.
     constexpr int kHead = (offsetof(Problem, target) + 63) / 64;
     static_assert(kHead <= F::kWarps - 2);
     if (warp < kHead) asm volatile("" ::"r"(reinterpret_cast<const int*>(&p)[16 * warp]));
@@ -292,7 +297,7 @@ __global__ void __launch_bounds__(Halves<kQuarters>::kThreads, 1)
 #pragma unroll 1
           for (int c = planner; c < 2 * F::kHalf; c += F::kPlanners) {
             const int h = c / F::kHalf, in_half = c - h * F::kHalf, v = 32 * (place.v % (4 * p.heads));
-            const int column = !has_k ? 128 * p.heads + v + c
+            const int column = !has_k         ? 128 * p.heads + v + c
                                : in_half < 64 ? 128 * (place.head % (2 * p.heads)) + in_half / shape.cut * 2 * shape.cut + h * shape.cut +
                                                     in_half % shape.cut
                                               : 128 * p.heads + v + h * F::kNarrow + in_half - 64;
@@ -349,13 +354,14 @@ __global__ void __launch_bounds__(Halves<kQuarters>::kThreads, 1)
   const std::uint32_t release_at = address_in_block(ptx::shared(tail.empty), lane % 2);
   const std::uint32_t side_rows = ptx::shared(memory) + F::kRows + side_here() * static_cast<std::uint32_t>(kRowTileBytes);
   const std::uint32_t weights = ptx::shared(memory) + F::weights_at(by_columns, half_here(), 0),
-                      later_weights = ptx::shared(memory) + F::weights_at(by_columns, half_here(), F::kWeights) - F::kWeights * F::kHalfBytes;
+                      later_weights =
+                          ptx::shared(memory) + F::weights_at(by_columns, half_here(), F::kWeights) - F::kWeights * F::kHalfBytes;
 #pragma unroll 1
   for (int item = cluster; item < items_here(); item += gridDim.x / 2, pass ^= 1) {
     float d[kSums], sum[kSums];
 #pragma unroll
-    for (int j = 0; j < kSums; ++j) d[j] = sum[j] = 0;  // d: or it is taken for alive from the item before
-    const auto multiply = [&](float(&y)[kSums], bool add) {                         // by the stage that is next
+    for (int j = 0; j < kSums; ++j) d[j] = sum[j] = 0;       // d: or it is taken for alive from the item before
+    const auto multiply = [&](float(&y)[kSums], bool add) {  // by the stage that is next
       ptx::barrier_wait_at(ptx::shared(tail.full) + 8 * at, parity);
       const std::uint64_t a = tile_descriptor_at(side_rows + at * F::kRowBytes),
                           b = tile_descriptor_at((at < F::kWeights ? weights : later_weights) + at * F::kHalfBytes);
@@ -429,7 +435,8 @@ __global__ void __launch_bounds__(Halves<kQuarters>::kThreads, 1)
         } else {
 #pragma unroll
           for (int j = 0; j < 8; ++j)
-            if (const int i = channel_of(j) / 2 + q; i < turned) angle[h][2 * j] = __ldg(from + i), angle[h][2 * j + 1] = __ldg(from + turned + i);
+            if (const int i = channel_of(j) / 2 + q; i < turned)
+              angle[h][2 * j] = __ldg(from + i), angle[h][2 * j + 1] = __ldg(from + turned + i);
         }
       }
       float squares[2][2];
@@ -512,7 +519,8 @@ __global__ void __launch_bounds__(Halves<kQuarters>::kThreads, 1)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int in_piece = 8 * odd + 2 * (q & 2);
-        k_row[h] = static_cast<std::uint16_t*>(k_pool.data) + pool_offset(k_pool, slot[h], has_k ? place.head % (2 * p.heads) : 0) + in_piece;
+        k_row[h] =
+            static_cast<std::uint16_t*>(k_pool.data) + pool_offset(k_pool, slot[h], has_k ? place.head % (2 * p.heads) : 0) + in_piece;
         v_row[h] = static_cast<std::uint16_t*>(v_pool.data) + slot[h] * v_pool.slot_stride + in_piece;
       }
 #pragma unroll
@@ -524,7 +532,8 @@ __global__ void __launch_bounds__(Halves<kQuarters>::kThreads, 1)
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
             const std::uint32_t a = io_pair<Io>(sum[4 * j + 2 * h], sum[4 * j + 2 * h + 1]),
-                                b = io_pair<Io>(sum[4 * j + 4 + 2 * h], sum[4 * j + 5 + 2 * h]), other = __shfl_xor_sync(~0u, odd ? a : b, 1);
+                                b = io_pair<Io>(sum[4 * j + 4 + 2 * h], sum[4 * j + 5 + 2 * h]),
+                                other = __shfl_xor_sync(~0u, odd ? a : b, 1);
             if (slot[h] >= 0)
               *reinterpret_cast<uint2*>((of_k ? k_row[h] : v_row[h]) + in_row) = make_uint2(odd ? other : a, odd ? b : other);
           }
@@ -541,8 +550,7 @@ __global__ void __launch_bounds__(Halves<kQuarters>::kThreads, 1)
 #pragma unroll
           for (int h = 0; h < 2; ++h)
             store_words_any<Io>(pool, of_v ? p.v_dtype : p.k_dtype, of_v ? p.v_wide : p.k_wide, slot[h] * pool.slot_stride + in_row,
-                                scale_of(p, Head{layer, 0, of_v}), slot[h] >= 0, q,
-                                io_pair<Io>(sum[4 * j + 2 * h], sum[4 * j + 2 * h + 1]),
+                                scale_of(p, Head{layer, 0, of_v}), slot[h] >= 0, q, io_pair<Io>(sum[4 * j + 2 * h], sum[4 * j + 2 * h + 1]),
                                 io_pair<Io>(sum[4 * j + 4 + 2 * h], sum[4 * j + 5 + 2 * h]));
       }
     }

@@ -151,7 +151,7 @@ struct Means {
   float* parts;
   unsigned long long* part_flags;
   std::uint16_t* lined;  // rows that stand, one behind another
-  Context context;  // raw null where the caller gives the projection's features itself
+  Context context;       // raw null where the caller gives the projection's features itself
 };
 
 void launch_plan(const Rows& rows, const Means& m, Stream stream) {

@@ -208,7 +208,8 @@ void launch_pairs(const CUtensorMap& wide, const CUtensorMap& narrow, Problem p,
 template <int kQuarters>
 void launch_halves(const void* w, int64_t weight_rows, Problem p, bool lined, int clusters = 66) {
   using F = Halves<kQuarters>;
-  HalvesShape s{LayerPlaces(p.layers, p.heads, kQuarters), Runs::of(p.hidden), nullptr, nullptr, !lined, half_cut(p.is_neox_style, p.rotary_dim)};
+  HalvesShape s{LayerPlaces(p.layers, p.heads, kQuarters), Runs::of(p.hidden), nullptr, nullptr, !lined,
+                half_cut(p.is_neox_style, p.rotary_dim)};
   const bool pdl = g_bulk_pdl;
   const int64_t tokens = lined ? p.rows.tokens : p.rows.first + p.rows.tokens;
   launch_line_up(p, s, lined), g_bulk_pdl = true;
@@ -322,10 +323,10 @@ int main(int argc, char** argv) {
       Planned planned;
       int sms;
     };
-    static const Form forms[] = {{"beside", kBeside, 132},     {"here", kHere, 132},          {"listed", kListed, 132},
-                                 {"listed, 76", kListed, 76},  {"6 blocks", kBeside, 6},      {"66 blocks", kHere, 66},
-                                 {"98 blocks", kBeside, 98},   {"pairs of 160", kPairs5, 66}, {"pairs of 192", kPairs6, 66},
-                                 {"5 pairs, 160", kPairs5, 5}, {"3 pairs, 192", kPairs6, 3},  {"halves of 160", kHalves5, 66},
+    static const Form forms[] = {{"beside", kBeside, 132},        {"here", kHere, 132},           {"listed", kListed, 132},
+                                 {"listed, 76", kListed, 76},     {"6 blocks", kBeside, 6},       {"66 blocks", kHere, 66},
+                                 {"98 blocks", kBeside, 98},      {"pairs of 160", kPairs5, 66},  {"pairs of 192", kPairs6, 66},
+                                 {"5 pairs, 160", kPairs5, 5},    {"3 pairs, 192", kPairs6, 3},   {"halves of 160", kHalves5, 66},
                                  {"halves of 192", kHalves6, 66}, {"5 halves, 160", kHalves5, 5}, {"3 halves, 192", kHalves6, 3}};
     int v = -1;
     for (const Form& form : forms) {
@@ -670,7 +671,10 @@ int main(int argc, char** argv) {
           for (auto& block : at)
             if (block[kEntry]) first = std::min(first, block[kEntry]);
           printf("trace: H %d T %d, %d of %d, %s:", H, c.tokens, c.stand, c.width,
-                 form == 1 ? "pairs of 160" : form == 2 ? "pairs of 192" : form == 3 ? "halves of 160" : "halves of 192");
+                 form == 1   ? "pairs of 160"
+                 : form == 2 ? "pairs of 192"
+                 : form == 3 ? "halves of 160"
+                             : "halves of 192");
           static const char* const names[] = {"entry",      "listed", "prefetched", "first asked", "all asked", "first stage",
                                               "last stage", "summed", "plan there", "left",        "finished"};
           for (int point = 0; point < kTracePoints; ++point)
@@ -690,7 +694,7 @@ int main(int argc, char** argv) {
           g_bulk_pdl = pdl;
           for (int form : {0, H == 7168 ? 2 : 1, H == 7168 ? 4 : 3})
             printf(" %s%s %.2f (cold %.2f)",
-                   form == 0   ? "bulk"
+                   form == 0  ? "bulk"
                    : form < 3 ? "pairs"
                               : "halves",
                    pdl ? ", overlap" : "",
