@@ -16,6 +16,7 @@ namespace {
 struct Shape {
   DType io;
   std::int64_t tokens, window, layers, heads, dim, rotary, hidden, features;
+  bool most = false;  // of every window all rows are committed but one at most; else any number
 };
 constexpr std::int64_t kTable = 40;
 
@@ -90,7 +91,8 @@ struct Case {
       p[i] = static_cast<std::int64_t>(random() % kTable);
       at[i] = all || random() % 8 ? (i * 7 + seed) % slots : (random() % 2 ? -1 : 0);  // some skipped, some in one slot
     }
-    for (auto& n : c) n = static_cast<std::int64_t>(random() % (s.window + 1));
+    for (auto& n : c)
+      n = s.most ? s.window - static_cast<std::int64_t>(random() % 2) : static_cast<std::int64_t>(random() % (s.window + 1));
     positions.set(p), slot.set(at), commit.set(c);
   }
 
@@ -234,7 +236,7 @@ TEST(DraftKvGpu, RowsByPairs) {
   check({kB, 72, 8, 2, 1, 128, 128, 512, 0}, true, false, true);
   check({kB, 300, 4, 2, 2, 128, 128, 576, 0}, true, true, false);
   if (small()) return;
-  check({kB, 408, 8, 1, 1, 128, 64, 4160, 0}, true, true, false);  // 8 runs
+  check({kB, 448, 8, 1, 2, 128, 128, 512, 0, true}, true, false, true);
   check({kB, 100, 4, 2, 1, 128, 16, 512, 0}, true, true, true);
   check({kB, 180, 4, 1, 1, 128, 32, 512, 0}, true, false, false);
   check({kB, 264, 8, 6, 8, 128, 128, 576, 0}, false, false, true);  // 192 columns
@@ -248,6 +250,9 @@ TEST(DraftKvGpu, RowsByHalves) {
   check({kB, 144, 8, 1, 1, 128, 96, 512, 0}, false, false, true, true);  // as they lie
   if (small()) return;
   check({kB, 250, 2, 1, 2, 128, 64, 512, 0}, true, false, true, true);
+  check({kB, 408, 8, 1, 1, 128, 64, 4160, 0}, true, true, false);
+  check({kB, 328, 8, 1, 1, 128, 64, 4160, 0, true}, true, false, true);  // more than 256 stand
+  check({kB, 512, 8, 6, 8, 128, 128, 4160, 0, true}, false, false, true);
 }
 
 TEST(DraftKvGpu, ManyRows) {

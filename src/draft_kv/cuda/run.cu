@@ -2,8 +2,8 @@
 //
 //   few_rows   up to 64 rows, target features and their projection, too: bound by reading the weights
 //   many_rows  up to 128, as they lie
-//   pair_rows  65 to 256 rows, and those that stand of 257 to 512 (heads of 128)
-//   half_rows  those that stand of 129 to 256 (heads of 128)
+//   pair_rows  65 to 256 rows, and those that stand of 257 to 512 of at most 4096 features (heads of 128)
+//   half_rows  those that stand of 129 to 256, and of up to 512 of more features (heads of 128)
 //   line_up    before the last two where some are rejected: copies those that stand one behind another
 //   bulk_rows  more of them, bound by the tensor cores
 //   any_rows   shapes, dtypes and strides that those do not take
@@ -285,7 +285,7 @@ void launch_pairs_of(Problem p, const TensorView& weight, std::int64_t rows, con
 template <class Io>
 void launch_pairs(const Problem& p, const TensorView& weight, std::int64_t rows, const Means& m, Stream stream) {
   const auto deal = LayerPlaces::of_pairs(p.layers, p.heads, device_info().multiprocessors / 2);
-  if (lined(p.rows) && p.rows.tokens <= 2 * kHalfTile)
+  if (lined(p.rows) && (p.rows.tokens <= 2 * kHalfTile || p.hidden > 4096))
     deal.width == 5 ? launch_halves_of<Io, 5>(p, weight, deal, m, stream) : launch_halves_of<Io, 6>(p, weight, deal, m, stream);
   else
     deal.width == 5 ? launch_pairs_of<Io, 5>(p, weight, rows, deal, m, stream) : launch_pairs_of<Io, 6>(p, weight, rows, deal, m, stream);
