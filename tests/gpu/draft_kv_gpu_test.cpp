@@ -244,12 +244,17 @@ TEST(DraftKvGpu, RowsByPairs) {
   check({kB, 440, 8, 9, 8, 128, 128, 512, 0}, true, true, true);  // more places than clusters
 }
 
-TEST(DraftKvGpu, RowsByHalves) {
+TEST(DraftKvGpu, RowsByPairsAsTheyLie) {
   SPECSTATE_NEEDS_GPU();
-  check({kB, 136, 8, 1, 1, 128, 64, 4160, 0}, true, false, true);        // 8 runs
-  check({kB, 144, 8, 1, 1, 128, 96, 512, 0}, false, false, true, true);  // as they lie
+  check({kB, 144, 8, 1, 1, 128, 96, 512, 0}, false, false, true, true);
   if (small()) return;
   check({kB, 250, 2, 1, 2, 128, 64, 512, 0}, true, false, true, true);
+}
+
+TEST(DraftKvGpu, RowsByHalves) {
+  SPECSTATE_NEEDS_GPU();
+  check({kB, 136, 8, 1, 1, 128, 64, 4160, 0}, true, false, true);  // 8 runs
+  if (small()) return;
   check({kB, 408, 8, 1, 1, 128, 64, 4160, 0}, true, true, false);
   check({kB, 328, 8, 1, 1, 128, 64, 4160, 0, true}, true, false, true);  // more than 256 stand
   check({kB, 512, 8, 6, 8, 128, 128, 4160, 0, true}, false, false, true);
