@@ -9,7 +9,7 @@ engine's `rates` and those of its `ranks` (from docs/decisions/0013-measured.jso
     <!-- /bench -->
 With two keys it has the values of one down and those of the other across, of the cases that have the values behind them:
     <!-- bench h200 draft_kv/materialize hidden tokens committed=1 -->
-Keys that are the same in all cases stand in the line above the table, those that few cases have in the column "with". A dagger stands behind the time of a row whose sources have changed
+where a key without a value stands for cases that have no such key. Keys that are the same in all cases stand in the line above the table, those that few cases have in the column "with". A dagger stands behind the time of a row whose sources have changed
 since (its `source_digest` is not today's), and behind the date where that is so of all rows. Daggers are as of the day that the page was written; `--check` looks afresh.
 """
 
@@ -124,15 +124,16 @@ def results_table(recorded, prefix, aged=frozenset()):
 
 
 def grid_table(recorded, prefix, down, across, *given):
-    """Ours, the floor and each peer in lines of their own."""
+    """Ours, the floor and each peer in lines of their own, and ours beside a peer where that is another measurement (`ours_beside`)."""
     given = dict(pair.split("=") for pair in given)
     cells, columns = {}, set()
     for r in recorded["results"]:
         keys = keys_of(r)
-        if not r["case"].startswith(prefix + "/") or {**keys, **given} != keys:
+        if not r["case"].startswith(prefix + "/") or any(keys.get(k, "") != value for k, value in given.items()):
             continue
         columns.add(keys[across])
-        for what, us in [("ours", r["ours_us"]), ("floor", r["floor_us"]), *r["peers"].items()]:
+        beside = [(f"ours in turns with {p}", us) for p in r["peers"] if (us := ours_beside(r, p)) != r["ours_us"]]
+        for what, us in [("ours", r["ours_us"]), ("floor", r["floor_us"]), *r["peers"].items(), *beside]:
             if us:
                 cells.setdefault((keys[down], what), {})[keys[across]] = number(us)
     columns = sorted(columns, key=lambda value: sort_key([value]))

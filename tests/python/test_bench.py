@@ -203,6 +203,10 @@ def test_two_keys_make_a_grid(tmp_path):
         "<!-- bench cpu a/b m n x=1 -->\nD, 2026-01-02; microseconds.\n\n| m | n: | 2 | 10 |\n| --- | --- | --- | --- |\n"
         "| 9 | ours | 18.0 | 90.0 |\n| 9 | floor | 1.00 | 1.00 |\n| 9 | P |  | 3.00 |\n| 10 | ours | 20.0 | 100.0 |\n| 10 | P |  | 3.00 |\n<!-- /bench -->"
     )
+    # A key without a value: only cases that do not have it. Ours beside sglang is a line of its own where it is another measurement.
+    beside = {**results[0], "case": "a/b/m=7,n=2,x=1", "ours_beside_peers_us": 21.0, "peers": {"sglang": 30.0}}
+    recorded = {"device": "D", "date": "2026-01-02", "results": [beside, {**results[0], "case": "a/b/m=7,n=2,x=1,y=5"}]}
+    assert bench_tables.grid_table(recorded, "a/b", "m", "n", "x=1", "y=").endswith("| 7 | ours | 20.0 |\n| 7 | ours in turns with sglang | 21.0 |\n| 7 | sglang | 30.0 |\n")
 
 
 def test_rates_of_the_engine(tmp_path, monkeypatch):
