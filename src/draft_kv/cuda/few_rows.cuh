@@ -292,7 +292,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Few<kHeadDim, kNarro
           product_fence();
 #pragma unroll
           for (int s = 0; s < kDepth / 16; ++s) {
-            product<Io>(*reinterpret_cast<float(*)[64]>(d), a + 2 * s, b + 2 * s, k > 0 || s > 0);
+            product_of<Io, F::kWide>(d, a + 2 * s, b + 2 * s, k > 0 || s > 0);
             if constexpr (F::kNarrow > 0) product_of<Io, F::kNarrow>(d + 64, a + 2 * s, b2 + 2 * s, k > 0 || s > 0);
           }
           product_commit();

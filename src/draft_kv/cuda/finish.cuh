@@ -36,11 +36,6 @@ __device__ __forceinline__ float value_at(const void* data, DType dtype, std::in
 }
 
 __device__ __forceinline__ int size_of_value(DType dtype) { return dtype == DType::kFloat32 ? 4 : dtype == DType::kFloat64 ? 8 : 2; }
-/// One of two 16-bit values in a word.
-__device__ __forceinline__ float from_pair(std::uint32_t pair, DType dtype, int which) {
-  const auto bits = static_cast<std::uint16_t>(pair >> (16 * which));
-  return dtype == DType::kBFloat16 ? core::to_float(core::bfloat16{bits}) : __half2float(__ushort_as_half(bits));
-}
 __device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 /// Two floats as two e4m3 codes, saturating.

@@ -23,31 +23,6 @@ __device__ __forceinline__ void leave_words(unsigned char* unit, int lane, const
                    io_pair<Io>(d[4 * j + 4], d[4 * j + 5]), io_pair<Io>(d[4 * j + 6], d[4 * j + 7]));
 }
 
-/// 8 rows of such words: lane l has, as after a product, words l % 4 + 4 j of row l / 4.
-template <int kStride, int kWords>
-__device__ __forceinline__ void load_words(const unsigned char* rows, int lane, std::uint32_t (&word)[kWords]) {
-  const std::uint32_t from = ptx::shared(rows) + lane % 8 * kStride + lane / 8 * 16;
-#pragma unroll
-  for (int j = 0; j < kWords; j += 4)
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(word[j]), "=r"(word[j + 1]), "=r"(word[j + 2]), "=r"(word[j + 3])
-                 : "r"(from + j * 16)
-                 : "memory");
-}
-
-/// The bias of kWords * 8 columns from `column` of a layer on.
-template <int kWords>
-__device__ __forceinline__ void add_bias(const Problem& p, int layer, int column, int q, float* d) {
-#pragma unroll
-  for (int j = 0; j < kWords; ++j)
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const std::int64_t at = (p.first_layer + layer) * p.bias_layer + (column + 8 * j + 2 * q + e) * p.bias.stride;
-      const float b = value_at(p.bias.data, p.bias.dtype, at);
-      d[4 * j + e] += b, d[4 * j + 2 + e] += b;
-    }
-}
-
 /// Cosines and sines of the channels 4 c .. + 3 and half a head further that lane c of a head holds (split halves: of the first four).
 template <int kHeadDim>
 __device__ __forceinline__ void load_turns(const Problem& p, const float* table, int position, int c, float (&cosine)[4],

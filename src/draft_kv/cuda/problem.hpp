@@ -28,7 +28,6 @@ struct Runs {
 /// The runs of the product that makes features (features.cuh): there are so many that the sums of the first and of the second half of them are made apart, each in
 /// rising order, and then added.
 inline constexpr int kSlices = 8;
-SPECSTATE_HD constexpr int slice_begin(int slice, int stages) { return Runs(kSlices, stages).begin(slice); }
 
 /// A vector of floats of any of the storage types, or one that is not there (data null).
 struct Values {

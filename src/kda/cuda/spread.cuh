@@ -11,7 +11,7 @@
 //               into L2 while kernels before this one still run
 // Latency is instructions here, some five cycles each: so strides are 32 bits of bytes, and whatever needs no index waits for none. Tokens are asked for
 // where they are if all requests have as many, before cu_seqlens may say otherwise; who asks for them does not wait for indices, because a warp's
-// loads come back in turn. Sums are in the order of frozen.cuh and lone.cuh, hence bits are equal. A head has at most one block of 8 or 16 tokens.
+// loads come back in turn. Sums are in the order of frozen.cuh, hence bits are equal. A head has at most one block of 8 or 16 tokens.
 #include "kda/cuda/frozen.cuh"
 #include "kda/cuda/narrow.cuh"
 
