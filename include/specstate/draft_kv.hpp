@@ -66,7 +66,9 @@ struct MaterializeIntoPoolParams {
 /// call of this header on that GPU throws then, or raise_pending_error. Of the scales only those given as numbers can be refused.
 SPECSTATE_API void materialize_into_pool(const MaterializeIntoPoolParams& params, Stream stream = {});
 
-/// Bytes of `workspace` that the call needs: 0 on the CPU and, without target features, for few tokens; bounded whatever their number.
+/// Bytes of `workspace` that the call needs: 0 on the CPU and, without target features, for few tokens; bounded whatever their number. Of
+/// `ctx_hidden` and `fc_weight` alone it is what heads of 64 or 128 channels need; others need up to 12 MB for their projection, which
+/// the call's other arguments tell.
 SPECSTATE_API std::int64_t materialize_workspace_bytes(const MaterializeIntoPoolParams& params);
 
 /// Throws Error(kValue) if finished CUDA work of this header on `device`, of whichever stream and thread, met a row that it could not write,

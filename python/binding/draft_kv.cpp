@@ -50,14 +50,15 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(draft_kv_pack, [](Opt kv_weight, Opt kv_bias) {
   return guard([&] { return Projection(draft_kv::KvProjection(view("kv_weight", kv_weight), view("kv_bias", kv_bias))); });
 });
 
+/// Where `asks` and a workspace is needed, nothing is done, and the result says how large it has to be; else 0.
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(draft_kv_materialize_into_pool,
                               [](Opt ctx_hidden, ffi::Optional<Projection> projection, Opt kv_weight, Opt k_norm_weight, Opt eps,
                                  Opt cos_sin_cache, Opt positions, Opt slot_mapping, Pools k_pool, Pools v_pool, Opt kv_bias,
                                  Opt commit_lens, Opt k_scale, ffi::Optional<double> k_scale_number, Opt v_scale,
                                  ffi::Optional<double> v_scale_number, bool is_neox_style, bool round_after_norm, Opt fc_weight,
-                                 Opt hidden_norm_weight, double hidden_norm_eps, bool round_to_weight_dtype, Opt workspace,
+                                 Opt hidden_norm_weight, double hidden_norm_eps, bool round_to_weight_dtype, Opt workspace, bool asks,
                                  std::int64_t s) {
-                                guard([&] {
+                                return guard([&]() -> std::int64_t {
                                   draft_kv::MaterializeIntoPoolParams p;
                                   double k_number = 1, v_number = 1;
                                   const std::vector<TensorView> k = pool_views("k_pool", k_pool), v = pool_views("v_pool", v_pool);
@@ -72,7 +73,10 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(draft_kv_materialize_into_pool,
                                   p.round_after_norm = round_after_norm;
                                   p.hidden_norm_eps = static_cast<float>(hidden_norm_eps);
                                   if (round_to_weight_dtype) p.io = p.projection.given() ? p.projection.dtype() : p.kv_weight.dtype;
+                                  if (const std::int64_t bytes = asks ? draft_kv::materialize_workspace_bytes(p) : 0; bytes > 0)
+                                    return bytes;
                                   draft_kv::materialize_into_pool(p, stream(s));
+                                  return 0;
                                 });
                               });
 

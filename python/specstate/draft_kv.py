@@ -67,17 +67,15 @@ _workspaces = {}  # (kind, device, stream) -> array
 
 
 def materialize_workspace_bytes(ctx_hidden, fc_weight=None):
-    """Bytes of `workspace` that `materialize_into_pool` needs for these arguments: 0 on the CPU, and bounded whatever the number of tokens."""
+    """Bytes of `workspace` that `materialize_into_pool` needs for these arguments and heads of 64 or 128 channels: 0 on the CPU, and bounded whatever
+    the number of tokens. Other heads need up to 12 MB more; the error of a workspace that is too small says how much."""
     shape_of("ctx_hidden", ctx_hidden, 2)
     return function("draft_kv_workspace_bytes")(array_in("ctx_hidden", ctx_hidden), array_in("fc_weight", fc_weight))
 
 
-def _workspace(like, fc_weight, stream):
+def _workspace(like, needed, stream):
     """What long CUDA calls and those from target features need, allocated by the framework at the first one and kept: calls of one stream follow
     each other."""
-    needed = function("draft_kv_workspace_bytes")(like, fc_weight)
-    if needed == 0:
-        return None
     with undispatched(like):
         key = (type(like).__module__, *(int(i) for i in like.__dlpack_device__()), stream)
     if key not in _workspaces or _workspaces[key].shape[0] < needed:
@@ -166,7 +164,7 @@ def _materialize(
     round_to_weight_dtype=False, workspace=None, stream=None,
 ):  # fmt: skip
     stream = stream_handle(stream, ctx_hidden)
-    function("draft_kv_materialize_into_pool")(
+    arguments = (
         array_in("ctx_hidden", ctx_hidden),
         packed,
         array_in("kv_weight", kv_weight),
@@ -187,9 +185,12 @@ def _materialize(
         array_in("hidden_norm_weight", hidden_norm_weight),
         number("hidden_norm_eps", hidden_norm_eps),
         round_to_weight_dtype,
-        _workspace(ctx_hidden, fc_weight, stream) if workspace is None and is_cuda(ctx_hidden) else array_out("workspace", workspace),
-        stream,
     )
+    materialize = function("draft_kv_materialize_into_pool")
+    if workspace is None and is_cuda(ctx_hidden) and (needed := materialize(*arguments, None, True, stream)):
+        materialize(*arguments, _workspace(ctx_hidden, needed, stream), False, stream)
+    elif workspace is not None or not is_cuda(ctx_hidden):
+        materialize(*arguments, array_out("workspace", workspace), False, stream)
 
 
 # What a layer must have.

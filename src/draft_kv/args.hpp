@@ -57,6 +57,9 @@ void run(const FusedNormRopeStackedArgs& args, Stream stream);
 /// Bytes of workspace that a call of so many tokens needs: bounded, whatever their number. `item`: bytes of a value of the context
 /// [tokens, hidden] that is made of target features, 0 without them.
 std::int64_t workspace_bytes(std::int64_t tokens, std::int64_t hidden, std::int64_t item);
+/// The same of a call of which all is known that matters: heads that only a slower form takes need more.
+std::int64_t workspace_bytes(const NormRope& norm_rope, std::int64_t v_head_dim, const TensorView& ctx, const TensorView& kv_weight,
+                             const TensorView& fc_weight);
 /// Throws Error(kValue) if an earlier call on the current device met a row that it could not write; clears that.
 void raise_flags();
 }  // namespace cuda

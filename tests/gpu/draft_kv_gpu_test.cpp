@@ -16,7 +16,9 @@ namespace {
 struct Shape {
   DType io;
   std::int64_t tokens, window, layers, heads, dim, rotary, hidden, features;
-  bool most = false;  // of every window all rows are committed but one at most; else any number
+  bool most = false;       // of every window all rows are committed but one at most; else any number
+  std::int64_t v_dim = 0;  // 0: that of K
+  std::int64_t of_v() const { return v_dim ? v_dim : dim; }
 };
 constexpr std::int64_t kTable = 40;
 
@@ -42,13 +44,13 @@ struct Case {
         norm16({n16(s.layers * s.dim)}, DType::kUInt16),
         bias16({n16(s.layers * columns())}, DType::kUInt16),
         k16({n16(s.layers * slots * s.heads * s.dim)}, DType::kUInt16),
-        v16({n16(s.layers * slots * s.heads * s.dim)}, DType::kUInt16),
+        v16({n16(s.layers * slots * s.heads * s.of_v())}, DType::kUInt16),
         x32({n32(s.tokens * width())}),
         w32({n32(s.layers * columns() * s.hidden)}),
         norm32({n32(s.layers * s.dim)}),
         bias32({n32(s.layers * columns())}),
         k32({n32(s.layers * slots * s.heads * s.dim)}),
-        v32({n32(s.layers * slots * s.heads * s.dim)}),
+        v32({n32(s.layers * slots * s.heads * s.of_v())}),
         eps({s.layers}, std::vector<float>(s.layers, 1e-5f)),
         table({kTable * s.rotary}),
         positions({s.tokens}),
@@ -58,7 +60,7 @@ struct Case {
         all(every_row) {
     draw(1);
   }
-  std::int64_t columns() const { return 2 * s.heads * s.dim; }
+  std::int64_t columns() const { return s.heads * (s.dim + s.of_v()); }
   std::int64_t width() const { return s.features ? s.features : s.hidden; }
   std::int64_t n16(std::int64_t n) const { return s.io == DType::kFloat32 ? 1 : std::max<std::int64_t>(n, 1); }
   std::int64_t n32(std::int64_t n) const { return s.io == DType::kFloat32 ? std::max<std::int64_t>(n, 1) : 1; }
@@ -116,7 +118,7 @@ struct Case {
     p.positions = positions.view(where);
     p.slot_mapping = TensorView(slot.view(where).data, DType::kInt64, {s.tokens / s.window, s.window}, slot.view(where).device);
     if (!all) p.commit_lens = commit.view(where);
-    k_view = as(k16, &k32, where, {s.layers, slots, s.heads, s.dim}), v_view = as(v16, &v32, where, {s.layers, slots, s.heads, s.dim});
+    k_view = as(k16, &k32, where, {s.layers, slots, s.heads, s.dim}), v_view = as(v16, &v32, where, {s.layers, slots, s.heads, s.of_v()});
     p.k_pool = {&k_view, 1}, p.v_pool = {&v_view, 1};
     p.is_neox_style = neox, p.round_after_norm = rounded;
     if (where == Where::kDevice) p.workspace = workspace.view(where);
@@ -198,7 +200,7 @@ void check(const Shape& shape, bool neox, bool rounded, bool biased, bool every_
   if (shape.io == DType::kFloat32 && !shape.features)
     EXPECT_EQ(whole.second, host_bytes(c.v()));
   else  // in bfloat16 one unit in the last place of a row's largest value, at most
-    EXPECT_LE(distance(whole.second, host_bytes(c.v()), shape.io, shape.dim), shape.io == DType::kBFloat16 ? 2.0
+    EXPECT_LE(distance(whole.second, host_bytes(c.v()), shape.io, shape.of_v()), shape.io == DType::kBFloat16 ? 2.0
                                                                               : shape.features             ? 1.5
                                                                                                            : 1.0);
 
@@ -266,6 +268,24 @@ TEST(DraftKvGpu, ManyRows) {
   check({kB, 528, 8, 1, 2, 128, 128, 512, 0}, true, false, true);
   check({kB, 256, 8, 3, 1, 64, 64, 512, 0}, false, false, true);
   check({kB, 1040, 8, 1, 1, 64, 16, 512, 0}, true, false, true);
+}
+
+TEST(DraftKvGpu, OtherHeads) {
+  SPECSTATE_NEEDS_GPU();
+  check({kB, 12, 4, 2, 2, 80, 48, 576, 0, false, 48}, true, true, true);  // V of another width, a rotary width that is no power of two
+  check({kB, 136, 8, 1, 1, 96, 96, 512, 0}, true, false, true);
+  if (small()) return;
+  check({kB, 1, 1, 1, 1, 256, 256, 512, 0}, false, false, false);
+  check({kB, 64, 8, 9, 8, 256, 64, 512, 0}, true, false, true);          // a few layers at a time
+  check({kB, 300, 4, 9, 8, 256, 256, 512, 0, true}, true, false, true);  // 128 rows at a time
+  check({kB, 200, 8, 2, 4, 192, 64, 4160, 0, false, 128}, true, false, false);
+}
+TEST(DraftKvGpu, OtherHeadsOfTargetFeatures) {
+  SPECSTATE_NEEDS_GPU();
+  check({kB, 12, 4, 1, 1, 96, 32, 512, 512}, true, false, true);
+  if (small()) return;
+  check({kB, 136, 8, 2, 2, 192, 64, 640, 768, false, 128}, true, true, true);
+  check({kB, 64, 8, 9, 8, 256, 64, 512, 512}, true, false, true);
 }
 
 TEST(DraftKvGpu, AnyRows) {

@@ -21,6 +21,7 @@ SHAPES = [
     dict(io="fp16", features=640, hidden=640, D=64, R=64, N=2, L=2),
     dict(io="bf16", features=576, hidden=2560, D=128, R=64, N=1, L=1),
     dict(io="bf16", features=1280, hidden=576, D=64, R=64, N=2, L=1),  # 576 columns are no whole tiles of 128: any_features and any_rows
+    dict(io="bf16", features=1280, hidden=512, D=192, R=64, N=2, L=2),  # heads that no epilogue knows
     dict(io="fp32", features=90, hidden=40, D=16, R=16, N=1, L=2),
     dict(io="bf16", features=70, hidden=33, D=46, R=20, N=2, L=1),
 ]

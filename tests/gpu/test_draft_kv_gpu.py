@@ -29,6 +29,9 @@ SHAPES = [
     dict(io="bf16", L=2, T=130, N=2, hidden=512, D=128, R=32),
     dict(io="bf16", L=1, T=70, N=2, hidden=512, D=64, R=16),
     dict(io="bf16", L=40, T=3, N=1, hidden=512, D=64, R=64),  # more layers than a launch names
+    dict(io="bf16", L=2, T=40, N=4, hidden=512, D=256, R=64),  # heads that no epilogue knows
+    dict(io="fp16", L=3, T=150, N=3, hidden=576, D=96, R=96),
+    dict(io="bf16", L=1, T=300, N=2, hidden=640, D=128, R=48),
     dict(io="fp32", L=2, T=37, N=2, hidden=33, D=46, R=20),
     dict(io="bf16", L=2, T=17, N=3, hidden=24, D=8, R=6),
     dict(io="fp16", L=2, T=9, N=1, hidden=5, D=80, R=80),

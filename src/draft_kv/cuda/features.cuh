@@ -35,6 +35,7 @@ struct ManyFeaturesShape {
   const Row* list;  // made by plan_kernel
   const int* list_count;
   Runs runs;
+  bool compact = false;  // row i of ctx is row i of the list
 };
 __device__ __forceinline__ std::uint64_t evict_normal() {
   std::uint64_t policy;
@@ -49,6 +50,7 @@ __device__ __forceinline__ void finish_feature_row(const Context& c, int row, bo
   const bool odd = q & 1;
 #pragma unroll
   for (int j = 0; j < 16; j += 2) {
+    if (tile * kColumns + 8 * j >= c.hidden) break;
     const std::uint32_t pair[2] = {io_pair<Io>(y[2 * j], y[2 * j + 1]), io_pair<Io>(y[2 * j + 2], y[2 * j + 3])};
     float word[1][2];
 #pragma unroll
@@ -60,7 +62,7 @@ __device__ __forceinline__ void finish_feature_row(const Context& c, int row, bo
     sums_of_words(word);
     const std::uint32_t other = __shfl_xor_sync(~0u, odd ? pair[0] : pair[1], 1);
     if (!valid) continue;
-    if (q == 0) c.squares[at / 16 + j / 2] = word[0][0];
+    if (q == 0 && c.squares) c.squares[at / 16 + j / 2] = word[0][0];
     *reinterpret_cast<uint2*>(c.raw + at + 8 * (j + odd) + 2 * (q & 2)) = make_uint2(odd ? other : pair[0], odd ? pair[1] : other);
   }
 }
@@ -80,7 +82,7 @@ __global__ void __launch_bounds__(ManyFeatures<kGroups>::kThreads, 1)
   if (thread == 0) prefetch_map(weights), prefetch_map(rows);
   ptx::wait_for_previous();
   const int count = *shape.list_count;
-  const bool dense = count == p.rows.tokens;  // rows lie one behind the other
+  const bool dense = shape.compact || count == p.rows.tokens;  // rows lie one behind the other
   if (thread == 0) {
     for (int i = 0; i < kStages; ++i)
       ptx::barrier_init(&tail.full[i], dense ? 1 : 1 + M::kLoaders), ptx::barrier_init(&tail.empty[i], 4 * kGroups);
@@ -199,6 +201,7 @@ __global__ void __launch_bounds__(ManyFeatures<kGroups>::kThreads, 1)
     }
     const Tile tile = tile_at(t);
     const int at = tile.first_row + side * 64 + 16 * warp + lane / 4 + 8 * rank;
+    add_context_bias<16>(context, tile.column_tile * kColumns, lane % 4, mine);
     finish_feature_row<Io>(context, at, at < count, tile.column_tile, lane % 4, mine);
   }
 }

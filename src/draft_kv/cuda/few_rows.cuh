@@ -375,7 +375,9 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Few<kHeadDim, kNarro
     if constexpr (kHeadDim == 0) {
       if (has_rows) {
         float mine[kHalf];
-        receive(mine), leave(mine);
+        receive(mine);
+        add_context_bias<kHalf / 2>(context, place.wide, lane_here % 4, mine);
+        leave(mine);
         const int first = 16 * warp + 8 * rank;
         finish_feature_columns<Io, kStride>(context, unit, first, min(8, tokens - first), place.wide,
                                             min(shape.wide, context.hidden - place.wide));

@@ -145,14 +145,35 @@ __device__ __forceinline__ float norm_factor(float squares, int head_dim, float 
 
 // ------------------------------------------------------------------------------------------------- the norm of target features (features.cuh)
 
-/// What the product leaves, and the norm.
+/// What the product leaves, and the norm. (Of other_heads.cuh: a projection; no squares, but a bias.)
 struct Context {
   std::uint16_t* raw;  // [rows, hidden] of Io; after normalize_rows the finished rows
-  float* squares;      // [rows, hidden / 16]
+  float* squares;      // [rows, hidden / 16], or null
   Values norm;         // [hidden]
   float eps;
   int hidden;
+  Values bias{};  // [layers, hidden / layers], or not there
+  std::int64_t bias_layer = 0;
+  int layer_columns = 1;
 };
+
+/// Adds the bias to the words 0, 1, .. of a row that start at `column`: lane q of four has two columns of each.
+template <int kWords>
+__device__ __forceinline__ void add_context_bias(const Context& c, int column, int q, float (&x)[2 * kWords]) {
+  if (!c.bias.data) return;
+#pragma unroll 1
+  for (int at = 2 * q; at < 8 * kWords && column + at < c.hidden; at += 8) {
+    const int layer = (column + at) / c.layer_columns;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const float b =
+          value_at(c.bias.data, c.bias.dtype, layer * c.bias_layer + (column + at + e - layer * c.layer_columns) * c.bias.stride);
+#pragma unroll
+      for (int j = 0; j < kWords; ++j)
+        if (8 * j == at - 2 * q) x[2 * j + e] += b;
+    }
+  }
+}
 
 /// The sum of squares of 64 columns of a row, from those of 16 each.
 __device__ __forceinline__ float squares_of_64(const Context& c, int row, int block) {

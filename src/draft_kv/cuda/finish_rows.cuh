@@ -254,7 +254,7 @@ __device__ __forceinline__ void finish_feature_columns(const Context& context, c
     even += odd, even += __shfl_xor_sync(~0u, even, 1);
     if (!valid) continue;
     const std::int64_t at = (first + row) * static_cast<std::int64_t>(context.hidden) + column + 16 * block;
-    if (c == 0) context.squares[at / 16] = even;
+    if (c == 0 && context.squares) context.squares[at / 16] = even;
     *reinterpret_cast<uint2*>(context.raw + at + 4 * c) = word;
   }
 }

@@ -6,7 +6,8 @@
 //   half_rows  those that stand of 129 to 256, and of up to 512 of more features (heads of 128)
 //   line_up    before the last two where some are rejected: copies those that stand one behind another
 //   bulk_rows  more of them, bound by the tensor cores
-//   any_rows   shapes, dtypes and strides that those do not take
+//   other_heads heads that their epilogues do not know: the product of target features and a kernel behind it
+//   any_rows   dtypes, strides and widths that the tensor cores do not take
 // The first four add in one order and give the same bits, so any split of the rows into calls does, too.
 #include <algorithm>
 #include <array>
@@ -22,6 +23,7 @@
 #include "draft_kv/cuda/flags.hpp"
 #include "draft_kv/cuda/half_rows.cuh"
 #include "draft_kv/cuda/line_up.cuh"
+#include "draft_kv/cuda/other_heads.cuh"
 #include "draft_kv/cuda/pair_rows.cuh"
 
 namespace specstate::draft_kv::cuda {
@@ -34,6 +36,7 @@ using specstate::cuda::launch;
 namespace {
 
 constexpr int kDevices = 64;
+constexpr std::int64_t kContextRows = 2048;  // rows of one round where target features come in front: bounds the workspace
 
 using Encode = decltype(&cuTensorMapEncodeTiled);
 Encode tensor_map_encoder() {
@@ -97,18 +100,44 @@ bool weights_fit(const TensorView& w, DType io) {
          aligned(w.data, 16);
 }
 
-/// Do the tensor-core kernels take the call?
-bool has_fast_form(const MaterializeArgs& a) {
-  const NormRope& nr = a.norm_rope;
+/// What multiplies, and what comes then: the tensor cores with an epilogue for these heads, or with one for any, or neither.
+enum class Form { kFast, kOtherHeads, kAny };
+
+bool products_fit(DType io, const TensorView& ctx, const TensorView& kv_weight, const TensorView& fc_weight) {
+  return (io == DType::kBFloat16 || io == DType::kFloat16) && rows_fit(ctx, io) && weights_fit(kv_weight, io) &&
+         (!fc_weight.given() || (weights_fit(fc_weight, io) && fc_weight.sizes[0] % kColumns == 0));
+}
+/// Heads that the epilogues of the products know.
+bool usual_heads(const NormRope& nr, std::int64_t v_head_dim) {
   const TensorView& table = nr.cos_sin_cache;
   const int d = table.ndim - 2, rotary = static_cast<int>(nr.rotary_dim);
   const bool power_of_two = (rotary & (rotary - 1)) == 0;
-  return device_info().major == 9 && (nr.io == DType::kBFloat16 || nr.io == DType::kFloat16) && rows_fit(a.ctx_hidden, nr.io) &&
-         weights_fit(a.kv_weight, nr.io) &&
-         (!a.fc_weight.given() || (weights_fit(a.fc_weight, nr.io) && a.fc_weight.sizes[0] % kColumns == 0)) &&
-         (nr.head_dim == 64 || nr.head_dim == 128) && a.v_head_dim == nr.head_dim && table.dtype == DType::kFloat32 &&
+  return (nr.head_dim == 64 || nr.head_dim == 128) && v_head_dim == nr.head_dim && table.dtype == DType::kFloat32 &&
          table.strides[d + 1] == 1 && table.strides[d] % 4 == 0 && (d == 0 || table.strides[0] % 4 == 0) && aligned(table.data, 16) &&
          (!nr.is_neox_style || (rotary >= 16 && power_of_two));
+}
+constexpr std::int64_t kWidestHead = 4096;  // of other_heads, whose warps keep one each in shared memory
+Form form_of(const NormRope& nr, std::int64_t v_head_dim, const TensorView& ctx, const TensorView& kv_weight, const TensorView& fc_weight) {
+  if (!products_fit(nr.io, ctx, kv_weight, fc_weight)) return Form::kAny;
+  if (usual_heads(nr, v_head_dim)) return Form::kFast;
+  const std::int64_t columns = kv_weight.sizes[1];
+  return columns % 16 == 0 && columns <= (1 << 20) && std::max(nr.head_dim, v_head_dim) <= kWidestHead ? Form::kOtherHeads : Form::kAny;
+}
+
+/// Of other heads so many rows and layers are projected at a time, which bounds the workspace.
+struct Rounds {
+  std::int64_t rows, layers, columns;
+  std::int64_t bytes() const { return rows * layers * columns * 2; }
+};
+Rounds rounds_of(std::int64_t tokens, std::int64_t layers, std::int64_t columns) {
+  tokens = std::max<std::int64_t>(tokens, 1), columns = std::max<std::int64_t>(columns, 1);
+  const bool few = tokens <= kFewRows;
+  const std::int64_t most = few ? std::int64_t{2} << 20 : std::int64_t{12} << 20, of_layer = columns * 2;
+  const std::int64_t at_once = std::clamp<std::int64_t>(most / (std::min<std::int64_t>(tokens, kTileRows) * of_layer), 1,
+                                                        std::min<std::int64_t>(layers, kMaxLayers));
+  std::int64_t rows = std::clamp<std::int64_t>(most / (at_once * of_layer), 1, kContextRows);
+  if (rows > kTileRows) rows -= rows % kTileRows;
+  return {std::min(rows, tokens), at_once, columns};
 }
 
 /// May a head of every layer be written in pieces of 8 channels?
@@ -136,8 +165,6 @@ Values values(const TensorView& t) {
   return {t.data, t.dtype, t.ndim == 0 ? 0 : t.strides[t.ndim - 1]};
 }
 
-constexpr std::int64_t kContextRows = 2048;  // rows of one round where target features come in front: bounds the workspace
-
 /// Does few_rows take so many rows of so many features? Of target features everything is then done as they lie.
 bool few_takes(int tokens, std::int64_t hidden) {
   const FewShape shape{Runs::of(static_cast<int>(hidden))};
@@ -150,8 +177,9 @@ struct Means {
   int* count;
   float* parts;
   unsigned long long* part_flags;
-  std::uint16_t* lined;  // rows that stand, one behind another
-  Context context;       // raw null where the caller gives the projection's features itself
+  std::uint16_t* lined;      // rows that stand, one behind another
+  Context context;           // raw null where the caller gives the projection's features itself
+  std::uint16_t* projected;  // of other heads
 };
 
 void launch_plan(const Rows& rows, const Means& m, Stream stream) {
@@ -358,18 +386,19 @@ int feature_groups(std::int64_t tokens, std::int64_t hidden) {
   };
   return cost(2, 580) <= cost(3, 800) ? 2 : 3;
 }
-/// The product of more target features than few_rows takes, of the rows of the list.
+/// The product of more rows than few_rows takes, of those of the list, into context.raw; `rows` is what its tensor map of ctx covers. `compact`: row i of ctx is row i of the list.
 template <class Io, int kGroups>
-void launch_features(Problem p, const MaterializeArgs& a, const Means& m, Stream stream) {
+void launch_product(Problem p, const TensorView& weight, std::int64_t rows, bool compact, const Context& context, const Means& m,
+                    Stream stream) {
   using M = ManyFeatures<kGroups>;
-  p.hidden = static_cast<int>(a.ctx_hidden.sizes[1]);
-  const ManyFeaturesShape of{m.context.hidden / kColumns, m.list, m.count, Runs(kSlices, p.hidden / kDepth)};
+  p.hidden = static_cast<int>(weight.size(-1));
+  const ManyFeaturesShape of{static_cast<int>(blocks_for(context.hidden, kColumns)), m.list, m.count, Runs(kSlices, p.hidden / kDepth),
+                             compact};
   const auto clusters = clusters_at_once<2>(many_features<Io, kGroups>, M::kThreads);
   const unsigned tiles = blocks_for(p.rows.tokens, M::kRows) * static_cast<unsigned>(of.column_tiles);
   launch(many_features<Io, kGroups>,
          {.grid = 2 * std::min(clusters, tiles), .block = M::kThreads, .shared = M::kShared, .cluster = 2, .overlap = true}, stream,
-         weight_map(a.fc_weight, kColumns, false), tile_map(p.ctx, a.fc_weight.dtype, a.tokens, p.hidden, p.ctx_stride, M::kRows, false), p,
-         of, m.context);
+         weight_map(weight, kColumns, false), tile_map(p.ctx, weight.dtype, rows, p.hidden, p.ctx_stride, M::kRows, false), p, of, context);
 }
 /// Rows of a launch of long calls of target features: of the tiles of 192 rows that fit the workspace, as many as make the fewest rounds of tiles a row in both products.
 std::int64_t features_at_once(const MaterializeArgs& a) {
@@ -399,15 +428,55 @@ void launch_fast(const MaterializeArgs& a, Problem p, const Means& m, Stream str
     if (p.first_layer == 0) {
       launch_plan(p.rows, m, stream);
       if (!p.rows.commit.data && feature_groups(p.rows.tokens, m.context.hidden) == 3)
-        launch_features<Io, 3>(p, a, m, stream);
+        launch_product<Io, 3>(p, a.fc_weight, a.tokens, false, m.context, m, stream);
       else
-        launch_features<Io, 2>(p, a, m, stream);
+        launch_product<Io, 2>(p, a.fc_weight, a.tokens, false, m.context, m, stream);
       launch(normalize_rows<Io, 0>, {.grid = static_cast<unsigned>(p.rows.tokens), .block = kNormalizeThreads, .overlap = true}, stream,
              m.context, m.count);
     }
     p.ctx = m.context.raw, p.ctx_stride = p.hidden;
   }
   launch_bulk<Io, kHeadDim>(p, a.kv_weight, raw ? p.rows.tokens : a.tokens, raw, m, stream);
+}
+
+/// Some layers of some rows of other heads.
+template <class Io>
+void launch_other(const MaterializeArgs& a, Problem p, const Means& m, Stream stream) {
+  const bool few = p.rows.tokens <= kFewRows, raw = m.context.raw != nullptr;
+  const auto product = [&](const Problem& of, const TensorView& weight, std::int64_t rows, bool compact, const Context& context) {
+    few ? launch_few_of<Io, 0, false>(of, weight, rows, Runs(kSlices, static_cast<int>(weight.size(-1) / kDepth)), {}, context, stream)
+        : launch_product<Io, 2>(of, weight, rows, compact, context, m, stream);
+  };
+  if (p.first_layer == 0) {
+    launch_plan(p.rows, m, stream);
+    if (raw) {
+      product(p, a.fc_weight, a.tokens, false, m.context);
+      launch(normalize_rows<Io, 0>, {.grid = static_cast<unsigned>(p.rows.tokens), .block = kNormalizeThreads, .overlap = true}, stream,
+             m.context, few ? nullptr : m.count);
+    }
+  }
+  const std::int64_t columns = a.kv_weight.sizes[1];
+  const auto slice = [&](const TensorView& t) {  // of these layers
+    TensorView of = t;
+    of.data = static_cast<char*>(t.data) + p.first_layer * t.strides[0] * size_of(t.dtype), of.sizes[0] = p.layers;
+    return of;
+  };
+  Context projected{m.projected, nullptr, {}, 0, static_cast<int>(p.layers * columns)};
+  if (a.kv_bias.given())
+    projected.bias = values(slice(a.kv_bias)), projected.bias_layer = a.kv_bias.strides[0],
+    projected.layer_columns = static_cast<int>(columns);
+  Problem of = p;
+  if (raw) of.ctx = m.context.raw, of.ctx_stride = p.hidden, of.rows.first = 0;
+  product(of, slice(a.kv_weight), raw ? p.rows.tokens : a.tokens, raw && !few, projected);
+  const std::int64_t widest = std::max(a.norm_rope.head_dim, a.v_head_dim);
+  const std::int64_t heads = std::int64_t{2} * p.heads * p.layers * p.rows.tokens;
+  launch(finish_heads<Io>,
+         {.grid = static_cast<unsigned>(
+              std::min<std::int64_t>((heads + kOtherWarps - 1) / kOtherWarps, std::int64_t{32} * device_info().multiprocessors)),
+          .block = kOtherThreads,
+          .shared = static_cast<std::size_t>(kOtherWarps * widest) * sizeof(float),
+          .overlap = true},
+         stream, p, OtherShape{m.projected, m.list, m.count, !few, any_norm_rope(a.norm_rope), static_cast<int>(a.v_head_dim)});
 }
 
 void launch_any(const MaterializeArgs& a, const Problem& p, const Means& m, Stream stream) {
@@ -443,9 +512,17 @@ std::int64_t round_up(std::int64_t n) { return (n + 255) / 256 * 256; }
 struct Parts {
   std::int64_t count, flags, sums, lined, squares, raw, end;
 };
-/// `item`: bytes of a value of context, 0 where there is none.
-Parts parts(std::int64_t tokens, std::int64_t hidden, std::int64_t item) {
-  const std::int64_t rows = std::min(tokens, item > 0 ? kContextRows : std::int64_t{kListRows});
+/// `item`: bytes of a value of context, 0 where there is none. `other`: of other heads, whose projection lies at `sums`.
+Parts parts(std::int64_t tokens, std::int64_t hidden, std::int64_t item, const Rounds* other) {
+  const std::int64_t rows = other ? std::min(tokens, other->rows) : std::min(tokens, item > 0 ? kContextRows : std::int64_t{kListRows});
+  if (other) {
+    Parts p{};
+    p.count = round_up(rows * static_cast<std::int64_t>(sizeof(Row))), p.flags = p.sums = p.count + 256;
+    p.lined = p.squares = p.sums + round_up(other->bytes());
+    p.raw = p.squares + (item > 0 ? round_up(rows * (hidden + 15) / 16 * 4) : 0);
+    p.end = p.raw + rows * hidden * item;
+    return p;
+  }
   const bool bulk = item == 0 && tokens > 64, listed = bulk || item > 0;
   Parts p{};
   p.count = listed ? round_up(rows * static_cast<std::int64_t>(sizeof(Row))) : 0;
@@ -465,7 +542,15 @@ Parts parts(std::int64_t tokens, std::int64_t hidden, std::int64_t item) {
 
 }  // namespace
 
-std::int64_t workspace_bytes(std::int64_t tokens, std::int64_t hidden, std::int64_t item) { return parts(tokens, hidden, item).end; }
+std::int64_t workspace_bytes(std::int64_t tokens, std::int64_t hidden, std::int64_t item) {
+  return parts(tokens, hidden, item, nullptr).end;
+}
+std::int64_t workspace_bytes(const NormRope& nr, std::int64_t v_head_dim, const TensorView& ctx, const TensorView& kv_weight,
+                             const TensorView& fc_weight) {
+  const bool other = form_of(nr, v_head_dim, ctx, kv_weight, fc_weight) == Form::kOtherHeads;
+  const Rounds rounds = rounds_of(ctx.sizes[0], kv_weight.sizes[0], kv_weight.sizes[1]);
+  return parts(ctx.sizes[0], kv_weight.sizes[2], fc_weight.given() ? size_of(nr.io) : 0, other ? &rounds : nullptr).end;
+}
 
 void run(const MaterializeArgs& a, Stream stream) {
   raise_flags();
@@ -487,16 +572,21 @@ void run(const MaterializeArgs& a, Stream stream) {
   p.is_neox_style = nr.is_neox_style, p.round_after_norm = nr.round_after_norm;
   p.k_dtype = a.k_dtype, p.v_dtype = a.v_dtype;
   p.k_wide = wide_pools(a.k, a.k_dtype), p.v_wide = wide_pools(a.v, a.v_dtype);
-  const bool fast = has_fast_form(a), with_context = a.fc_weight.given();
+  const Form form = device_info().major == 9 ? form_of(nr, a.v_head_dim, a.ctx_hidden, a.kv_weight, a.fc_weight) : Form::kAny;
+  const bool fast = form == Form::kFast, other = form == Form::kOtherHeads, with_context = a.fc_weight.given();
+  const Rounds rounds = rounds_of(a.tokens, a.layers, a.kv_weight.sizes[1]);
   constexpr std::int64_t kMostBlocksAcross = 65535;  // of any_rows: a head each; of any_features
-  if (!fast && (2 * a.heads > kMostBlocksAcross || (with_context && hidden > kMostBlocksAcross * kAnyColumns)))
+  if (form == Form::kAny && (2 * a.heads > kMostBlocksAcross || (with_context && hidden > kMostBlocksAcross * kAnyColumns)))
     core::throw_not_implemented("materialize_into_pool: " + std::to_string(a.heads) + " heads and " + std::to_string(hidden) +
                                 " features are more than a CUDA grid holds.");
-  const std::int64_t layers_at_once = fast ? kMaxLayers : std::min<std::int64_t>(kMaxLayers, kMostBlocksAcross / (2 * a.heads));
+  const std::int64_t layers_at_once = other  ? rounds.layers
+                                      : fast ? kMaxLayers
+                                             : std::min<std::int64_t>(kMaxLayers, kMostBlocksAcross / (2 * a.heads));
   Means m{};
-  const Parts at = parts(a.tokens, hidden, with_context ? size_of(nr.io) : 0);
+  const Parts at = parts(a.tokens, hidden, with_context ? size_of(nr.io) : 0, other ? &rounds : nullptr);
   char* const workspace = static_cast<char*>(a.workspace);
   m.list = reinterpret_cast<Row*>(workspace), m.count = reinterpret_cast<int*>(workspace + at.count);
+  m.projected = reinterpret_cast<std::uint16_t*>(workspace + at.sums);
   if (!with_context) {
     m.parts = reinterpret_cast<float*>(workspace + at.sums), m.part_flags = reinterpret_cast<unsigned long long*>(workspace + at.flags);
     m.lined = reinterpret_cast<std::uint16_t*>(workspace + at.lined);
@@ -505,7 +595,8 @@ void run(const MaterializeArgs& a, Stream stream) {
     m.context = {reinterpret_cast<std::uint16_t*>(workspace + at.raw), reinterpret_cast<float*>(workspace + at.squares),
                  values(a.hidden_norm_weight), a.hidden_norm_eps, p.hidden};
   // A launch names at most kMaxLayers layers and plans a bounded number of rows. Rows go in order, so of two that name one slot the last stands.
-  const std::int64_t round = !with_context                                               ? kListRows
+  const std::int64_t round = other                                                       ? rounds.rows
+                             : !with_context                                             ? kListRows
                              : fast && a.tokens > kContextRows && !a.commit_lens.given() ? features_at_once(a)
                                                                                          : kContextRows;
   for (std::int64_t first = 0; first < a.tokens; first += round) {
@@ -514,8 +605,10 @@ void run(const MaterializeArgs& a, Stream stream) {
       p.first_layer = static_cast<int>(layer), p.layers = static_cast<int>(std::min(a.layers - layer, layers_at_once));
       for (int l = 0; l < p.layers; ++l)
         p.target[0][l] = {a.k[layer + l], a.k_scale[layer + l]}, p.target[1][l] = {a.v[layer + l], a.v_scale[layer + l]};
-      if (!fast)
+      if (form == Form::kAny)
         launch_any(a, p, m, stream);
+      else if (other)
+        nr.io == DType::kBFloat16 ? launch_other<core::bfloat16>(a, p, m, stream) : launch_other<core::float16>(a, p, m, stream);
       else if (nr.io == DType::kBFloat16)
         nr.head_dim == 128 ? launch_fast<core::bfloat16, 128>(a, p, m, stream) : launch_fast<core::bfloat16, 64>(a, p, m, stream);
       else
