@@ -281,6 +281,20 @@ TEST(Materialize, TensorsOnAGpuAreCheckedWithoutReadingThem) {
     }
     p.fc_weight = p.hidden_norm_weight = {}, p.ctx_hidden.sizes[0] = c.T;
     EXPECT_EQ(materialize_workspace_bytes(p), 0);
+    MaterializeIntoPoolParams q;  // heads that no epilogue knows: their projection needs room for few tokens, too
+    const auto on_gpu = [&](DType dtype, std::initializer_list<std::int64_t> shape) {
+      return TensorView(c.weight.data(), dtype, shape, p.ctx_hidden.device);
+    };
+    q.ctx_hidden = on_gpu(DType::kBFloat16, {12, 576}), q.kv_weight = on_gpu(DType::kBFloat16, {2, 256, 576});
+    q.k_norm_weight = on_gpu(DType::kBFloat16, {2, 80}), q.eps = on_gpu(DType::kFloat32, {2});
+    q.cos_sin_cache = on_gpu(DType::kFloat32, {40, 48});
+    const TensorView v = on_gpu(DType::kBFloat16, {2, 17, 2, 48});
+    q.v_pool = {&v, 1};
+    EXPECT_GE(materialize_workspace_bytes(q), 12 * 2 * 256 * 2);
+    for (const std::int64_t tokens : {2048, 50'000'000}) {
+      q.ctx_hidden.sizes[0] = tokens;
+      EXPECT_LT(materialize_workspace_bytes(q), 14 << 20);
+    }
     p.ctx_hidden.sizes[0] = 10'000;
     const std::int64_t bytes = materialize_workspace_bytes(p);
     EXPECT_GT(bytes, 0);

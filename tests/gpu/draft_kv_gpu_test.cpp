@@ -196,7 +196,8 @@ void check(const Shape& shape, bool neox, bool rounded, bool biased, bool every_
   }
   for (Bytes* b : arrays) b->reset();
   materialize_into_pool(c.params(Where::kHost));
-  EXPECT_LE(distance(whole.first, host_bytes(c.k()), shape.io, shape.dim), 2.0);
+  // A projection on the other side of its rounding is up to 2 units of a row's largest value off, and its norm's weight is up to 1.6.
+  EXPECT_LE(distance(whole.first, host_bytes(c.k()), shape.io, shape.dim), 3.2);
   if (shape.io == DType::kFloat32 && !shape.features)
     EXPECT_EQ(whole.second, host_bytes(c.v()));
   else  // in bfloat16 one unit in the last place of a row's largest value, at most

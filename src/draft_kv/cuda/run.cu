@@ -89,7 +89,7 @@ bool aligned(const void* p, std::int64_t bytes) { return reinterpret_cast<std::u
 /// May the tensor cores multiply these? Rows of 16-byte pieces, whole stages in every slice, weight rows in runs of 32 and whole tiles.
 bool rows_fit(const TensorView& x, DType io) {
   // Pieces of a launch's rows are counted in 32 bits.
-  const std::int64_t rows = std::min<std::int64_t>(x.sizes[0], kListRows);
+  const std::int64_t rows = std::clamp<std::int64_t>(x.sizes[0], 1, kListRows);
   return x.dtype == io && x.strides[1] == 1 && x.strides[0] % 8 == 0 && x.strides[0] / 8 <= std::int64_t{UINT32_MAX} / rows &&
          (x.sizes[0] == 1 || x.strides[0] >= x.sizes[1]) && aligned(x.data, 16);
 }
@@ -448,7 +448,7 @@ void launch_other(const MaterializeArgs& a, Problem p, const Means& m, Stream st
         : launch_product<Io, 2>(of, weight, rows, compact, context, m, stream);
   };
   if (p.first_layer == 0) {
-    launch_plan(p.rows, m, stream);
+    if (!few) launch_plan(p.rows, m, stream);
     if (raw) {
       product(p, a.fc_weight, a.tokens, false, m.context);
       launch(normalize_rows<Io, 0>, {.grid = static_cast<unsigned>(p.rows.tokens), .block = kNormalizeThreads, .overlap = true}, stream,
@@ -476,7 +476,7 @@ void launch_other(const MaterializeArgs& a, Problem p, const Means& m, Stream st
           .block = kOtherThreads,
           .shared = static_cast<std::size_t>(kOtherWarps * widest) * sizeof(float),
           .overlap = true},
-         stream, p, OtherShape{m.projected, m.list, m.count, !few, any_norm_rope(a.norm_rope), static_cast<int>(a.v_head_dim)});
+         stream, p, OtherShape{m.projected, few ? nullptr : m.list, m.count, any_norm_rope(a.norm_rope), static_cast<int>(a.v_head_dim)});
 }
 
 void launch_any(const MaterializeArgs& a, const Problem& p, const Means& m, Stream stream) {
