@@ -202,8 +202,8 @@ void check(const Shape& shape, bool neox, bool rounded, bool biased, bool every_
     EXPECT_EQ(whole.second, host_bytes(c.v()));
   else  // in bfloat16 one unit in the last place of a row's largest value, at most
     EXPECT_LE(distance(whole.second, host_bytes(c.v()), shape.io, shape.of_v()), shape.io == DType::kBFloat16 ? 2.0
-                                                                              : shape.features             ? 1.5
-                                                                                                           : 1.0);
+                                                                                 : shape.features             ? 1.5
+                                                                                                              : 1.0);
 
   const Captured graph(stream, [&](Stream s) { materialize_into_pool(c.params(Where::kDevice), s); });
   for (unsigned round = 2; round < (!small() ? 4 : shape.hidden > 2048 ? 2 : 3); ++round) {
