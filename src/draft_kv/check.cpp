@@ -4,6 +4,7 @@
 #include <cmath>
 #include <numeric>
 
+#include "core/dispatch.hpp"
 #include "core/match.hpp"
 #include "draft_kv/projection.hpp"
 
@@ -124,9 +125,18 @@ std::vector<WrittenRow> written_rows(const Checker& check, const MaterializeInto
   return rows;
 }
 
+/// Sizes that may come from anywhere, and no data: only how many bytes a call would want is asked.
+void check_sizes(const Checker& check, const char* name, const TensorView& t, int from) {
+  constexpr std::int64_t kMost = std::int64_t{1} << 40;  // a workspace has some thousand rows of them
+  for (int i = 0; i < t.ndim; ++i) {
+    if (t.sizes[i] < 0) check.fail(name, "sizes of 0 or more", "shape " + shape_text(t));
+    if (i >= from && t.sizes[i] > kMost) check.fail(name, "sizes of which 64 bits can count a workspace", "shape " + shape_text(t));
+  }
+}
+
 /// The caller's workspace, if the call needs one.
 void* workspace(Checker& check, const MaterializeIntoPoolParams& p) {
-  const std::int64_t bytes = materialize_workspace_bytes(p);
+  const std::int64_t bytes = workspace_bytes(check, p);
   if (bytes == 0) return nullptr;
   const std::string expected = "at least " + std::to_string(bytes) + " dense bytes on " + name_of(p.ctx_hidden.device);
   const TensorView& w = p.workspace;
@@ -139,6 +149,21 @@ void* workspace(Checker& check, const MaterializeIntoPoolParams& p) {
 }
 
 }  // namespace
+
+std::int64_t workspace_bytes(const Checker& check, const MaterializeIntoPoolParams& p) {
+  if constexpr (core::cuda_built())
+    if (const TensorView& x = p.ctx_hidden, &fc = p.fc_weight; x.device.type == DeviceType::kCuda && x.ndim == 2) {
+      const TensorView &norm = p.k_norm_weight, &table = p.cos_sin_cache, &w = p.kv_weight;
+      check_sizes(check, "ctx_hidden", x, 1), check_sizes(check, "fc_weight", fc, 0), check_sizes(check, "kv_weight", w, 0);
+      const DType io = p.io.value_or(x.dtype);
+      const bool whole =
+          norm.ndim == 2 && table.ndim >= 2 && w.ndim == 3 && (!fc.given() || fc.ndim == 2) && !p.v_pool.empty() && p.v_pool[0].ndim >= 1;
+      if (!whole) return cuda::workspace_bytes(x.sizes[0], fc.ndim > 0 ? fc.sizes[0] : x.sizes[1], fc.ndim > 0 ? size_of(io) : 0);
+      const NormRope nr{norm, p.eps, table, norm.sizes[1], table.size(-1), p.is_neox_style, p.round_after_norm, io};
+      return cuda::workspace_bytes(nr, p.v_pool[0].size(-1), x, w, fc);
+    }
+  return 0;
+}
 
 MaterializeArgs check(const MaterializeIntoPoolParams& p) {
   Checker check("materialize_into_pool");

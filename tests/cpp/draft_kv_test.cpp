@@ -300,6 +300,21 @@ TEST(Materialize, TensorsOnAGpuAreCheckedWithoutReadingThem) {
     EXPECT_GT(bytes, 0);
     p.ctx_hidden.sizes[0] = 50'000'000;
     EXPECT_EQ(materialize_workspace_bytes(p), bytes);
+    // Wider rows, fewer of them in a round: some 75 MB for a line of rows and what blocks hand on.
+    for (const std::int64_t hidden : {512, 2560, 4096, 4160, 7168, 8192, 20'480, 65'536}) {
+      p.ctx_hidden.sizes[1] = hidden;
+      EXPECT_LE(materialize_workspace_bytes(p), (64 << 20) + 11'000'000) << hidden;
+    }
+    p.ctx_hidden.sizes[0] = 300, p.ctx_hidden.sizes[1] = 7168;
+    EXPECT_LE(materialize_workspace_bytes(p), 300 * 7168 * 2 + 11'000'000);
+    for (const std::int64_t hidden : {std::int64_t{1} << 41, std::int64_t{1} << 55, INT64_MAX, std::int64_t{-1}}) {
+      p.ctx_hidden.sizes[1] = hidden;
+      EXPECT_EQ(refusal([&] { materialize_workspace_bytes(p); }).find("materialize_workspace_bytes: ctx_hidden: expected "), 0) << hidden;
+      MaterializeIntoPoolParams q = p;
+      q.ctx_hidden.sizes[1] = 4, q.fc_weight = TensorView(nullptr, DType::kFloat32, {4, 4}, p.ctx_hidden.device),
+      q.fc_weight.sizes[0] = hidden;
+      EXPECT_EQ(refusal([&] { materialize_workspace_bytes(q); }).find("materialize_workspace_bytes: fc_weight: expected "), 0) << hidden;
+    }
   } else {
     try {
       materialize_into_pool(p);

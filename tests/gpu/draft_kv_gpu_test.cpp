@@ -289,6 +289,40 @@ TEST(DraftKvGpu, OtherHeadsOfTargetFeatures) {
   check({kB, 64, 8, 9, 8, 256, 64, 512, 512}, true, false, true);
 }
 
+/// Which rows stand, and which of several that name one slot, whatever rounds the call is done in: what calls of 64 rows leave, one behind another.
+TEST(DraftKvGpu, RowsThatStandOfLongCalls) {
+  SPECSTATE_NEEDS_GPU();
+  const OwnStream stream;
+  for (const std::int64_t dim : {128, 64}) {
+    Case c({kB, small() ? 528 : 8200, 8, 1, 1, dim, 64, 512, 0});  // more than a round
+    const std::int64_t windows = c.s.tokens / c.s.window;
+    const auto compare = [&](const char* what, std::int64_t doubled, auto commit_of) {
+      SCOPED_TRACE(::testing::Message() << what << ", head dim " << dim);
+      std::vector<std::int64_t> slots(c.s.tokens), lens(windows);
+      for (std::int64_t i = 0; i < c.s.tokens; ++i) slots[i] = i % doubled * 7 % c.slots;
+      for (std::int64_t r = 0; r < windows; ++r) lens[r] = commit_of(r);
+      c.slot.set(slots), c.commit.set(lens);
+      const auto run = [&](auto call) {
+        c.k().reset(), c.v().reset();
+        call();
+        EXPECT_TRUE(stream.synchronize());
+        raise_pending_error({DeviceType::kCuda, 0});
+        return std::pair{c.k().download(), c.v().download()};
+      };
+      const auto whole = run([&] { materialize_into_pool(c.params(Where::kDevice), stream); });
+      EXPECT_EQ(whole, run([&] { c.in_pieces(8, stream); }));
+    };
+    const std::int64_t all = c.s.tokens;
+    compare("none", all, [](std::int64_t) { return 0; });
+    compare("one", all, [](std::int64_t r) { return r == 31 ? 1 : 0; });
+    compare("the last", all, [&](std::int64_t r) { return r == windows - 1 ? 8 : 0; });
+    compare("all", all, [](std::int64_t) { return 8; });
+    compare("some", all, [](std::int64_t r) { return r * 5 % 9; });
+    compare("slots named twice", all / 2 + 3, [](std::int64_t r) { return r * 5 % 9; });
+    compare("a few slots", 5, [](std::int64_t r) { return r * 5 % 9; });
+  }
+}
+
 TEST(DraftKvGpu, AnyRows) {
   SPECSTATE_NEEDS_GPU();
   check({kF, 20, 4, 2, 2, 6, 4, 33, 0}, true, false, true);
@@ -554,6 +588,25 @@ TEST(DraftKvGpu, RowsThatCannotBeWrittenAreReportedOnce) {
   ASSERT_TRUE(stream.synchronize());
   EXPECT_THROW(raise_pending_error(device), Error);
   EXPECT_NO_THROW(raise_pending_error(device));
+
+  for (const std::int64_t bad : {20, 1030}) {  // by line_up_many
+    Case long_call({kB, 1040, 8, 1, 1, 64, 64, 512, 0});
+    std::vector<std::int64_t> slots(1040), lens(130, 7);
+    for (int i = 0; i < 1040; ++i) slots[i] = i;
+    slots[bad] = long_call.slots, slots[23] = INT64_MAX;  // (the latter is not committed)
+    long_call.slot.set(slots), long_call.commit.set(lens);
+    materialize_into_pool(long_call.params(Where::kDevice), stream);
+    ASSERT_TRUE(stream.synchronize());
+    EXPECT_THROW(raise_pending_error(device), Error);
+    slots[bad] = -1;
+    long_call.slot.set(slots);
+    const auto got = long_call.k().download();
+    long_call.k().reset(), long_call.v().reset();
+    materialize_into_pool(long_call.params(Where::kDevice), stream);
+    ASSERT_TRUE(stream.synchronize());
+    EXPECT_NO_THROW(raise_pending_error(device));
+    EXPECT_EQ(long_call.k().download(), got);
+  }
 }
 
 TEST(DraftKvGpu, TheWorkspaceIsBoundedAndChecked) {

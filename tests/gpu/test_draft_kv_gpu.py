@@ -157,7 +157,7 @@ def test_a_hundred_runs_are_equal():
             assert torch.equal(a[:, p.loc].view(torch.int16), b[:, p.loc].view(torch.int16))
 
 
-@pytest.mark.parametrize("T", [32, 320, 2000])
+@pytest.mark.parametrize("T", [32, 320, 2000, 9000])
 def test_rejected_rows_have_no_say(T):
     rng = np.random.default_rng(10)
     p = Problem(rng, io="bf16", T=T, window=8, hidden=512, D=64, R=64, slots=T)
@@ -179,6 +179,22 @@ def test_of_rows_with_one_slot_the_last_stands(T):
     got = run(p)
     last = np.array([np.flatnonzero(p.loc == slot)[-1] for slot in range(7)])
     p.hidden, p.positions, p.loc = p.hidden[last], p.positions[last], p.loc[last]
+    for a, b in zip(got, run(p)):
+        np.testing.assert_array_equal(raw(a), raw(b))
+
+
+@pytest.mark.parametrize("T", [200, 520, 1040, 9000])
+@pytest.mark.parametrize("D", [64, 128])
+def test_of_committed_rows_with_one_slot_the_last_stands(T, D):
+    """Also across the rounds in which long calls are done."""
+    rng = np.random.default_rng(15)
+    p = Problem(rng, io="bf16", T=T, window=8, slots=T, hidden=512, D=D, R=64)
+    p.kwargs["commit_lens"] = rng.integers(0, 9, T // 8)
+    p.loc[:] = rng.permutation(T // 3 + 1)[np.arange(T).reshape(p.loc.shape) % (T // 3 + 1)]
+    got, rows = run(p), p.written()
+    slots = p.loc.reshape(-1)[rows]
+    last = np.array([rows[np.flatnonzero(slots == slot)[-1]] for slot in np.unique(slots)])
+    p.loc.reshape(-1)[np.setdiff1d(np.arange(T), last)] = -1
     for a, b in zip(got, run(p)):
         np.testing.assert_array_equal(raw(a), raw(b))
 

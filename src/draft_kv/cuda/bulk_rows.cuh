@@ -8,16 +8,16 @@
 // 128 columns in the order of heads. 160 columns cut the 2 x 40 heads of five layers into 64 places, so 256 rows are 128 tiles, one for each multiprocessor, and products of 64 x 160
 // ask for less of the shared memory than 64 x 128. Its warps have one of three jobs:
 //   groups 1 and 2     multiply 64 rows each, add up the runs, and leave the rounded tile in shared memory;
-//   warp 0 (or 0, 1)   fill the ring of stages (64 features): weights and rows by tensor map; rows that do not lie one behind the other by 16-byte copies;
+//   warp 0             fills the ring of stages (64 features) by tensor map;
 //   the other warps    finish the tile before (norm, rotary, pool) out of shared memory while the next is multiplied.
 // A block's last tile has no next one: there each warp that multiplied finishes its own 16 rows. Whoever finishes reads the rounded sums with eight lanes a row (finish_eight.cuh).
 // Beside the products what counts is neither instructions nor latency: the tensor cores and the copy engine keep the shared memory so busy that all other accesses (loads, stores and
 // exchanges between lanes, of shared and of global memory alike) get one wavefront of 128 bytes in some 14 cycles. So finishing moves 16 bytes a lane, keeps in registers what the rows
 // share, and asks for nothing twice.
 //
-// Which rows are multiplied: all, as they lie, where there are no commit lengths: then the first stages are asked for before all else, by the warp that sets the barriers up. Else the
-// block itself lists the rows (up to kMarkedRows) that are not rejected, before; longer calls bring a list. Which of several rows that name one slot stands, and so is written, the warps
-// that finish find out beside the products, for the rows of their tile only (mark_tile), once for each tile of rows.
+// Which rows are multiplied: all, as they lie, where there are no commit lengths: then the first stages are asked for before all else, by the warp that sets the barriers up. Which of
+// several that name one slot stands, and so is written, the warps that finish find out beside the products, for the rows of their tile only (mark_tile), once for each tile of rows.
+// Else launches before have lined up those that stand, or made them of target features, and left their list.
 //
 // Registers: a tile's first run is summed where its sums will be, so nothing is set to zero and the second begins while the first one ends.
 #include "draft_kv/cuda/deal.hpp"
@@ -41,8 +41,6 @@ static __device__ unsigned long long bulk_trace_of[132][16][8];
 #define SPECSTATE_BULK_MARK(tile, what, who) (void)0
 #endif
 
-inline constexpr int kMarkedRows = 1024;  // of which a block can find out by itself which are written, before all else
-
 template <int kHeadDim>
 struct Bulk {
   static constexpr int kThreads = 384, kRows = kTileRows;
@@ -55,7 +53,6 @@ struct Bulk {
   static constexpr std::size_t kStage = kRowBytes + kQuarters * kQuarterBytes;
   static constexpr int kStages = 5;
   static constexpr int kBuckets = 2 * kRows;  // of mark_tile()
-  static constexpr int kLoaders = 64;         // threads that gather
 
   /// What a launch's columns are cut into; heads of 64: two a place.
   static constexpr Places places(int layers, int heads) { return Places::of_width(layers, heads, kHeadDim == 128 ? kQuarters : 8); }
@@ -65,15 +62,13 @@ struct Bulk {
     int position[kRows], place;
     Work work;
     std::uint64_t full[kStages], empty[kStages], left[2], taken, placed, planned;
-    unsigned kept[kMarkedRows / 32];  // rows of the launch that are written, a bit each
     union {
       int bucket[kBuckets];  // of the tile's slots, while it is found out which row stands; then
       struct {
         float norm[128], eps[2];
       } k;  // what the norm of its heads wants
     };
-    alignas(4) std::uint16_t
-        row[kMarkedRows];  // of ctx: the list, where the block made it itself; as they lie: mark_tile's filter, and which rows stand
+    std::uint32_t filter[kFilterWords], stand[kListRows / 32];  // as they lie: mark_tile's, and which rows stand
   };
   static constexpr std::size_t kShared = kStages * kStage + kOutBytes + sizeof(Tail);
   static_assert(kShared <= 232448);
@@ -88,25 +83,12 @@ inline constexpr int kMostBlocks = 144, kPartBlocks = kMostBlocks * 3 / 4,
 struct BulkShape {
   Places deal;
   Runs runs;
-  const Row* list;  // what is written, made by plan_kernel; or null: up to kMarkedRows rows, found out here
+  const Row* list;  // row i of ctx is row i of this list (slot -1: not written); or null: row i of the launch
   const int* list_count;
   float* parts;                      // [kPartBlocks][kPartBytes], or null: whole tiles only
   unsigned long long* part_flags;    // [kPartBlocks][kPartFlags]
   unsigned long long launch_number;  // not 0
-  bool as_they_lie = false;          // row i of the launch is row i of its tiles
-  bool listed = false;               // row i of ctx is row i of the list
 };
-
-/// 16-byte copies, 1024 bytes apart. All eight addresses in registers of their own: a copy holds its address for long, and the next one in its place waits for it.
-__device__ __forceinline__ void copy_eight(std::uint32_t to, const uint4* const (&from)[8]) {
-  asm volatile(
-      "cp.async.cg.shared.global [%0], [%1], 16;\n\tcp.async.cg.shared.global [%0 + 1024], [%2], 16;\n\t"
-      "cp.async.cg.shared.global [%0 + 2048], [%3], 16;\n\tcp.async.cg.shared.global [%0 + 3072], [%4], 16;\n\t"
-      "cp.async.cg.shared.global [%0 + 4096], [%5], 16;\n\tcp.async.cg.shared.global [%0 + 5120], [%6], 16;\n\t"
-      "cp.async.cg.shared.global [%0 + 6144], [%7], 16;\n\tcp.async.cg.shared.global [%0 + 7168], [%8], 16;" ::"r"(to),
-      "l"(from[0]), "l"(from[1]), "l"(from[2]), "l"(from[3]), "l"(from[4]), "l"(from[5]), "l"(from[6]), "l"(from[7])
-      : "memory");
-}
 
 __device__ __forceinline__ void raise_part(unsigned long long* flag, unsigned long long number) {
   asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(number) : "memory");
@@ -165,7 +147,7 @@ __global__ void __launch_bounds__(Bulk<kHeadDim>::kThreads, 1)
     else if (line < kHead + kShape)
       touch(reinterpret_cast<const int*>(&shape)[min(16 * (line - kHead), static_cast<int>(sizeof(BulkShape) / 4) - 1)]);
   }
-  const bool lies = shape.as_they_lie, marked = !shape.list, dense = lies || shape.listed;  // dense: rows lie one behind the other
+  const bool lies = !shape.list;
   const auto work_of = [&](int count) {
     return Work::of((count + 2 * kRows - 1) / (2 * kRows), deal.slots, shape.runs.count, cluster, static_cast<int>(gridDim.x / 2),
                     shape.parts != nullptr);
@@ -186,7 +168,7 @@ __global__ void __launch_bounds__(Bulk<kHeadDim>::kThreads, 1)
     const int n = deal.v_begin(place) + i;
     return n < deal.v_begin(place + 1) ? weight_row + 32 * (n + (deal.by_quarters(n) + 1) * layer_width) : -1;
   };
-  const int finishers = dense ? 3 : 2;
+  constexpr int kFinishers = 3;  // warps
   // Few boxes a stage, all asked for by one thread: each takes it 130 cycles. What they are is found out by a lane each.
   struct Columns {
     int wide, quarter[kQuarters];  // rows of weights, -1: none; wide: those of the first four quarters, where they lie side by side
@@ -218,17 +200,16 @@ __global__ void __launch_bounds__(Bulk<kHeadDim>::kThreads, 1)
     load_weights(c, to + B::kRowBytes, k * kDepth, &tail.full[stage]);
     tile_load(to, rows, k * kDepth, row, &tail.full[stage], keep);
   };
-  const int row_begin = shape.listed ? 0 : static_cast<int>(p.rows.first);
+  const int row_begin = lies ? static_cast<int>(p.rows.first) : 0;
   bool waited = false;
   int count = p.rows.tokens, ahead = 0;  // stages that are asked for before all else
   if (thread < 32) {
     if (lane == 0) {
       prefetch_map(weights), prefetch_map(quarters), prefetch_map(rows);
-      for (int i = 0; i < kStages; ++i)
-        ptx::barrier_init(&tail.full[i], dense ? 1 : 1 + B::kLoaders), ptx::barrier_init(&tail.empty[i], 16);
+      for (int i = 0; i < kStages; ++i) ptx::barrier_init(&tail.full[i], 1), ptx::barrier_init(&tail.empty[i], 16);
       ptx::barrier_init(&tail.left[0], 128), ptx::barrier_init(&tail.left[1], 128);
-      ptx::barrier_init(&tail.taken, 32 * finishers), ptx::barrier_init(&tail.placed, 32 * finishers);
-      ptx::barrier_init(&tail.planned, 32 * finishers);
+      ptx::barrier_init(&tail.taken, 32 * kFinishers), ptx::barrier_init(&tail.placed, 32 * kFinishers);
+      ptx::barrier_init(&tail.planned, 32 * kFinishers);
       ptx::fence_barriers();
       if (ptx::shared(memory) % 1024) __trap();
     }
@@ -255,7 +236,7 @@ __global__ void __launch_bounds__(Bulk<kHeadDim>::kThreads, 1)
   } else {
     ptx::cluster_arrive_relaxed();
     if (thread < 64 && !lies) {
-      // The first weights on their way to L2 while the kernel before ends and the list is made: this block's, if all rows are written, else another's.
+      // The first weights on their way to L2 while the kernel before ends: this block's, if all rows are written, else another's.
       if (const Work guess = work_of(p.rows.tokens); guess.pieces > 0 && lane < kQuarters) {
         const Piece piece = guess.piece(0);
         if (const int row = quarter_row(piece.place, lane); row >= 0)
@@ -267,36 +248,7 @@ __global__ void __launch_bounds__(Bulk<kHeadDim>::kThreads, 1)
   ptx::wait_for_previous();
   ptx::let_next_start();
   SPECSTATE_BULK_MARK(15, 1, 128);
-  if (!lies) {
-    if (marked) {
-      // Rows that are not in vain by themselves; which of several that name one slot stands is found out beside the products.
-      constexpr int kEach = (kMarkedRows + B::kThreads - 1) / B::kThreads;
-      bool stands[kEach];
-#pragma unroll
-      for (int e = 0; e < kEach; ++e) stands[e] = read_row(p.rows, thread + e * B::kThreads, block == 0).slot >= 0;
-#pragma unroll
-      for (int e = 0; e < kEach; ++e)
-        if (const unsigned bits = __ballot_sync(~0u, stands[e]); lane == 0 && thread + e * B::kThreads < kMarkedRows)
-          tail.kept[(thread + e * B::kThreads) / 32] = bits;
-      __syncthreads();
-      int before = 32 * lane < count ? __popc(tail.kept[lane]) : 0;
-      const int own = before;
-#pragma unroll
-      for (int step = 1; step < 32; step *= 2) {
-        const int other = __shfl_up_sync(~0u, before, step);
-        if (lane >= step) before += other;
-      }
-      const int all = __shfl_sync(~0u, before, 31);
-      for (int word = thread / 32; 32 * word < count; word += B::kThreads / 32) {
-        const int at = __shfl_sync(~0u, before - own, word);
-        const unsigned bits = tail.kept[word];
-        if (bits >> lane & 1) tail.row[at + __popc(bits & ((1u << lane) - 1))] = static_cast<std::uint16_t>(32 * word + lane);
-      }
-      count = all;
-    } else {
-      count = *shape.list_count;
-    }
-  }
+  if (!lies) count = *shape.list_count;
   SPECSTATE_BULK_MARK(15, 2, 128);
   if (!lies && thread == 32) tail.work = work_of(count);
   __syncwarp();
@@ -368,83 +320,30 @@ __global__ void __launch_bounds__(Bulk<kHeadDim>::kThreads, 1)
 
   if (group == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 120;");
-    if (warp < 4 - finishers) {
-      const auto all_free = [&](int stage,
-                                std::uint32_t parity) {  // nobody leaves before the other block has arrived at all of its barriers
-        for (int k = 0; k < kStages && work.pieces > 0; ++k) {
-          ptx::barrier_wait(&tail.empty[stage], parity);
-          if (++stage == kStages) stage = 0, parity ^= 1;
-        }
-      };
+    if (warp < 4 - kFinishers) {
       int stage = ahead < kStages ? ahead : 0;
       std::uint32_t parity = ahead < kStages;
-      if (dense) {
-        for (int i = 0; i < work.pieces; ++i, ahead = 0) {
-          const Piece piece = piece_of(work, i);
-          const Columns columns = columns_of(piece.place);
-          const int end = shape.runs.begin(piece.end), row = row_begin + first_row_of(piece.row_tile, count);
-          for (int k = shape.runs.begin(piece.begin) + ahead; lane == 0 && k < end; ++k) {
-            ptx::barrier_wait(&tail.empty[stage], parity);
-            load_stage(columns, stage, k, row);
-            if (++stage == kStages) stage = 0, parity ^= 1;
-          }
-          stage = __shfl_sync(~0u, stage, 0), parity = __shfl_sync(~0u, parity, 0);
+      for (int i = 0; i < work.pieces; ++i, ahead = 0) {
+        const Piece piece = piece_of(work, i);
+        const Columns columns = columns_of(piece.place);
+        const int end = shape.runs.begin(piece.end), row = row_begin + first_row_of(piece.row_tile, count);
+        for (int k = shape.runs.begin(piece.begin) + ahead; lane == 0 && k < end; ++k) {
+          ptx::barrier_wait(&tail.empty[stage], parity);
+          load_stage(columns, stage, k, row);
+          if (++stage == kStages) stage = 0, parity ^= 1;
         }
-      } else {
-        const int place = thread % 8, first_row = thread / 8;  // and every eighth row from there
-        const auto* const ctx = static_cast<const std::uint16_t*>(p.ctx) + p.rows.first * p.ctx_stride + place * 8;
-        // A stage is there when this thread's copies for the two after it are on their way: the fence between copies and tensor cores is here, where nobody waits for it.
-        constexpr int kPending = 2;
-        int issued = 0, arrived = 0;
-        const auto arrive = [&] {
-          ptx::fence_async();
-          ptx::barrier_arrive(&tail.full[arrived]);
-          if (++arrived == kStages) arrived = 0;
-        };
-        for (int i = 0; i < work.pieces; ++i) {
-          const Piece piece = piece_of(work, i);
-          const int begin = shape.runs.begin(piece.begin), end = shape.runs.begin(piece.end);
-          const Columns columns = columns_of(piece.place);
-          std::uint32_t from[kRows / 8];  // in pieces; a row beyond the last: any, nobody looks at its result
-#pragma unroll
-          for (int j = 0; j < kRows / 8; ++j) {
-            const int at = min(first_row_of(piece.row_tile, count) + first_row + 8 * j, count - 1);
-            const int row = marked ? tail.row[at] : shape.list[at].row;
-            from[j] = static_cast<std::uint32_t>(row * (p.ctx_stride / 8));
-          }
-          const auto* column = reinterpret_cast<const uint4*>(ctx) + begin * (kDepth / 8);
-#pragma unroll 1
-          for (int k = begin; k < end; ++k, column += kDepth / 8) {
-            unsigned char* const a = memory + stage * B::kStage;
-            ptx::barrier_wait(&tail.empty[stage], parity);
-            if (thread == 0) {
-              ptx::barrier_expect(&tail.full[stage], columns.bytes);
-              load_weights(columns, a + B::kRowBytes, k * kDepth, &tail.full[stage]);
-            }
-            unsigned char* const to = a + first_row * 128 + ((place ^ first_row) << 4);
-#pragma unroll
-            for (int j = 0; j < kRows / 8; j += 8) {
-              const uint4* at[8];
-#pragma unroll
-              for (int e = 0; e < 8; ++e) at[e] = column + from[j + e];
-              copy_eight(ptx::shared(to) + j * 1024, at);
-            }
-            ptx::copy_async_commit();
-            if (++issued > kPending) ptx::copy_async_wait<kPending>(), arrive();
-            if (++stage == kStages) stage = 0, parity ^= 1;
-          }
-        }
-        ptx::copy_async_wait<0>();
-        for (int left = min(issued, kPending); left > 0; --left) arrive();
+        stage = __shfl_sync(~0u, stage, 0), parity = __shfl_sync(~0u, parity, 0);
       }
-      all_free(stage, parity);
+      for (int k = 0; k < kStages && work.pieces > 0; ++k) {  // nobody leaves before the other block has arrived at all of its barriers
+        ptx::barrier_wait(&tail.empty[stage], parity);
+        if (++stage == kStages) stage = 0, parity ^= 1;
+      }
     } else {
       std::uint32_t parity = 0, met = 0;
       int marked_tile = -1, angles_tile = -1, angles_layer = -1;  // of which tile of rows the marks are there, and the angles in L2
-      const int thread_here = thread - 32 * (4 - finishers), threads_here = 32 * finishers, first = warp - (4 - finishers);
-      std::uint32_t *const filter = reinterpret_cast<std::uint32_t*>(tail.row), *const stand = filter + kFilterWords;
-      static_assert(sizeof(tail.row) >= 4 * (kFilterWords + kListRows / 32) && kListRows / kRows <= 64);
-      std::uint64_t known = 0;  // tiles of rows of which `stand` tells
+      const int thread_here = thread - 32 * (4 - kFinishers), threads_here = 32 * kFinishers, first = warp - (4 - kFinishers);
+      static_assert(kListRows / kRows <= 64);
+      std::uint64_t known = 0;  // tiles of rows of which tail.stand tells
       const auto meet = [&] {
         ptx::barrier_arrive(&tail.planned);
         ptx::barrier_wait(&tail.planned, met);
@@ -462,7 +361,7 @@ __global__ void __launch_bounds__(Bulk<kHeadDim>::kThreads, 1)
         if (looks_ahead || marked_tile != piece.row_tile || stages_norm) {
           meet();  // nobody finishes the tile before any more
           // Where the tile's rows go.
-          if (!marked) {
+          if (!lies) {
 #pragma unroll 1
             for (int r = thread_here; marked_tile != piece.row_tile && r < kRows; r += threads_here) {
               const int at = tile_row + r;
@@ -471,16 +370,16 @@ __global__ void __launch_bounds__(Bulk<kHeadDim>::kThreads, 1)
             }
             marked_tile = piece.row_tile;
           }
-          const auto read = [&](int i, bool raise) { return read_row(p.rows, lies ? i : tail.row[i], raise); };
+          const auto read = [&](int i, bool raise) { return read_row(p.rows, i, raise); };
 #pragma unroll 1
-          for (int pass = looks_ahead ? 0 : 1; marked && pass < 2; ++pass) {
+          for (int pass = looks_ahead ? 0 : 1; lies && pass < 2; ++pass) {
             const int tile = pass ? piece.row_tile : after, first_row = first_row_of(tile, count);
             if (marked_tile == tile) continue;
             marked_tile = tile;
             if (known >> tile & 1) {
 #pragma unroll 1
               for (int r = thread_here; r < kRows; r += threads_here) {
-                const bool stands = stand[4 * tile + r / 32] >> r % 32 & 1;
+                const bool stands = tail.stand[4 * tile + r / 32] >> r % 32 & 1;
                 const Row row = stands ? read(first_row + r, false) : Row{-1, 0, 0};
                 tail.slot[r] = row.slot, tail.position[r] = row.position;
               }
@@ -488,16 +387,14 @@ __global__ void __launch_bounds__(Bulk<kHeadDim>::kThreads, 1)
             }
             mark_tile<kRows, B::kBuckets, kRows / 64>(
                 [&](int i) {
-                  const std::int64_t at = p.rows.first + (lies ? i : tail.row[i]);
+                  const std::int64_t at = p.rows.first + i;
                   return p.rows.slots.data ? index_at(p.rows.slots, at, p.rows.width) : at;
                 },
-                read, count, first_row, tile * kRows, tail.slot, tail.position, tail.bucket, thread_here, threads_here, meet,
-                lies ? filter : nullptr);
-            if (!lies) continue;
+                read, count, first_row, tile * kRows, tail.slot, tail.position, tail.bucket, thread_here, threads_here, meet, tail.filter);
             known |= 1ull << tile;
 #pragma unroll 1
             for (int r = thread_here; r < kRows; r += threads_here)
-              if (const unsigned bits = __ballot_sync(~0u, tail.slot[r] >= 0); lane == 0) stand[4 * tile + r / 32] = bits;
+              if (const unsigned bits = __ballot_sync(~0u, tail.slot[r] >= 0); lane == 0) tail.stand[4 * tile + r / 32] = bits;
             meet();
           }
           // What its heads want: weights of the norm here (the usual case reads them itself), angles on their way to L2, and, before a block's first, pages of the pool.
@@ -543,7 +440,7 @@ __global__ void __launch_bounds__(Bulk<kHeadDim>::kThreads, 1)
             seen =
                 0;  // the lane again, or what follows from it is kept, in memory, from tile to tile; how many halves of the tile are there
         asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane_here));
-        finish(piece.place, 0, kRows, first, finishers, lane_here, [&](int row) {
+        finish(piece.place, 0, kRows, first, kFinishers, lane_here, [&](int row) {
           for (; seen <= row / (kRows / 2); ++seen) ptx::barrier_wait(&tail.left[seen], parity);
         });
         SPECSTATE_BULK_MARK(i, 5, 96);

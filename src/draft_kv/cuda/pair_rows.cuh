@@ -22,7 +22,8 @@
 
 namespace specstate::draft_kv::cuda {
 
-inline constexpr int kPairHidden = 8192;                // features, at most: bounds the workspace
+inline constexpr int kPairHidden = 8192;                // features, at most
+inline constexpr int kPairSplitHidden = 4096;           // where two blocks may share the features: bounds the workspace
 inline constexpr int kPairClusters = 72;                // no GPU of this architecture holds more
 inline constexpr std::size_t kPairPart = 256 * 48 * 4;  // bytes of a half of a run: of 8 of every 16 rows
 

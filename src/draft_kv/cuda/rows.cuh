@@ -55,6 +55,58 @@ __device__ __forceinline__ Row read_row(const Rows& x, int i, bool raise) {
   return {slot, i, static_cast<int>(position)};
 }
 
+/// Entries `at` of `x`, all asked for before any is waited for.
+template <int kN>
+__device__ __forceinline__ void indices_at(const Indices& x, const std::int64_t (&at)[kN], std::int64_t width, std::int64_t (&to)[kN]) {
+  std::int64_t place[kN];
+#pragma unroll
+  for (int e = 0; e < kN; ++e) place[e] = at[e] * x.inner;
+  if (x.windows) {
+#pragma unroll
+    for (int e = 0; e < kN; ++e) {
+      const std::int64_t window = window_of(at[e], width);
+      place[e] = window * x.outer + (at[e] - window * width) * x.inner;
+    }
+  }
+  if (x.wide) {
+#pragma unroll
+    for (int e = 0; e < kN; ++e) to[e] = static_cast<const std::int64_t*>(x.data)[place[e]];
+  } else {
+    int narrow[kN];
+#pragma unroll
+    for (int e = 0; e < kN; ++e) narrow[e] = static_cast<const int*>(x.data)[place[e]];
+#pragma unroll
+    for (int e = 0; e < kN; ++e) to[e] = narrow[e];
+  }
+}
+/// read_row's slots of rows begin, begin + step, ..
+template <int kN>
+__device__ __forceinline__ void read_slots(const Rows& x, int begin, int step, bool raise, std::int64_t (&slot)[kN]) {
+  std::int64_t at[kN], position[kN], commit[kN], column[kN];
+#pragma unroll
+  for (int e = 0; e < kN; ++e) {
+    at[e] = x.first + min(begin + e * step, x.tokens - 1);  // (there is one)
+    slot[e] = at[e], commit[e] = 1, column[e] = 0;
+  }
+  if (x.slots.data) indices_at(x.slots, at, x.width, slot);
+  indices_at(x.positions, at, x.width, position);
+  if (x.commit.data) {
+    std::int64_t window[kN];
+#pragma unroll
+    for (int e = 0; e < kN; ++e) window[e] = window_of(at[e], x.width), column[e] = at[e] - window[e] * x.width;
+    indices_at(x.commit, window, 1, commit);
+  }
+#pragma unroll
+  for (int e = 0; e < kN; ++e) {
+    if (begin + e * step >= x.tokens || !is_written(slot[e], column[e], commit[e])) {
+      slot[e] = -1;
+    } else if (slot[e] >= x.pool_slots || position[e] < 0 || position[e] >= x.table) {
+      if (raise) x.flag[slot[e] >= x.pool_slots ? kSlotFlag : kPositionFlag] = 1;
+      slot[e] = -1;
+    }
+  }
+}
+
 /// By kThreads threads of a block that call themselves 0, 1, .. and meet at `sync`, for at most kThreads * kEach rows: the list in row order and its length.
 /// `bucket` holds kBuckets ints, a power of two, as many as rows or (quicker) twice as many. Ends with a barrier.
 template <int kThreads, int kEach, int kBuckets, class Sync>
@@ -168,18 +220,20 @@ __device__ __forceinline__ void mark_rows(const Rows& x, std::int64_t* slots, in
   sync();
 }
 
+/// The bit of a slot in a filter of kFilterWords words: most slots that are not in it are told by one look.
+inline constexpr int kFilterWords = 256;
+__device__ __forceinline__ std::uint32_t filter_bit(std::int64_t slot) {
+  return static_cast<std::uint32_t>((static_cast<std::uint64_t>(slot) * 0x9E3779B97F4A7C15ull) >> 51);
+}
+
 /// Where the kTile rows from `first` on go and by which angles they are turned; slot -1: those before `from` or beyond the last, and what is not written. A later row takes a slot
 /// away, so every one of the `rows` after them is looked at: each tile finds out by itself, without a list of all, whatever the number of rows. `read(i, raise)` gives row i, `slot_at(i)` only the slot that it names. By `threads`
 /// threads that meet at `sync`; `bucket` has kBuckets places, a power of two of at least 2 kTile. `filter`: kFilterWords words or null; with it most rows behind need one look.
-inline constexpr int kFilterWords = 256;
 template <int kTile, int kBuckets, int kEach, class Slot, class Read, class Sync>
 __device__ __forceinline__ void mark_tile(Slot slot_at, Read read, int rows, int first, int from, std::int64_t* slots, int* positions,
                                           int* bucket, int thread, int threads, Sync sync, std::uint32_t* filter = nullptr) {
   const auto place_of = [](std::int64_t slot) {
     return static_cast<std::uint32_t>((static_cast<std::uint64_t>(slot) * 0x9E3779B97F4A7C15ull) >> 40) & (kBuckets - 1);
-  };
-  const auto bit_of = [](std::int64_t slot) {
-    return static_cast<std::uint32_t>((static_cast<std::uint64_t>(slot) * 0x9E3779B97F4A7C15ull) >> 51);  // of 32 kFilterWords
   };
   for (int i = thread; i < kBuckets; i += threads) bucket[i] = -1;
   for (int i = thread; filter && i < kFilterWords; i += threads) filter[i] = 0;
@@ -198,7 +252,7 @@ __device__ __forceinline__ void mark_tile(Slot slot_at, Read read, int rows, int
   for (int r = thread; r < kTile; r += threads) {
     const std::int64_t slot = slots[r];
     if (slot < 0) continue;
-    if (filter) atomicOr(&filter[bit_of(slot) / 32], 1u << bit_of(slot) % 32);
+    if (filter) atomicOr(&filter[filter_bit(slot) / 32], 1u << filter_bit(slot) % 32);
     for (std::uint32_t h = place_of(slot);; h = (h + 1) & (kBuckets - 1)) {
       const int other = atomicCAS(&bucket[h], -1, r);
       if (other < 0) break;
@@ -219,7 +273,7 @@ __device__ __forceinline__ void mark_tile(Slot slot_at, Read read, int rows, int
 #pragma unroll
     for (int e = 0; e < kBatch; ++e) {
       if (slot[e] < 0) continue;
-      const bool may = filter ? filter[bit_of(slot[e]) / 32] >> bit_of(slot[e]) % 32 & 1 : bucket[place_of(slot[e])] >= 0;
+      const bool may = filter ? filter[filter_bit(slot[e]) / 32] >> filter_bit(slot[e]) % 32 & 1 : bucket[place_of(slot[e])] >= 0;
       named |= static_cast<unsigned>(may) << e;
     }
 #pragma unroll 1

@@ -4,8 +4,8 @@
 //   many_rows  up to 128, as they lie
 //   pair_rows  65 to 256 rows, and those that stand of 257 to 512 of at most 4096 features (heads of 128)
 //   half_rows  those that stand of 129 to 256, and of up to 512 of more features (heads of 128)
-//   line_up    before the last two where some are rejected: copies those that stand one behind another
 //   bulk_rows  more of them, bound by the tensor cores
+//   line_up    before the last three (line_up_many before the last) where some are rejected: copies those that stand one behind another
 //   other_heads heads that their epilogues do not know: the product of target features and a kernel behind it
 //   any_rows   dtypes, strides and widths that the tensor cores do not take
 // The first four add in one order and give the same bits, so any split of the rows into calls does, too.
@@ -165,6 +165,13 @@ Values values(const TensorView& t) {
   return {t.data, t.dtype, t.ndim == 0 ? 0 : t.strides[t.ndim - 1]};
 }
 
+constexpr std::int64_t kLinedBytes = 64 << 20;  // of rows that are lined up in one round: bounds the workspace
+/// The most rows of a round where some are rejected, a multiple of 256.
+std::int64_t lined_at_once(std::int64_t hidden) {
+  return std::clamp(kLinedBytes / (2 * std::max<std::int64_t>(hidden, 1)) / (2 * kTileRows) * (2 * kTileRows), std::int64_t{2 * kTileRows},
+                    std::int64_t{kListRows});
+}
+
 /// Does few_rows take so many rows of so many features? Of target features everything is then done as they lie.
 bool few_takes(int tokens, std::int64_t hidden) {
   const FewShape shape{Runs::of(static_cast<int>(hidden))};
@@ -231,56 +238,61 @@ unsigned long long launch_number() {
   x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9ull, x = (x ^ x >> 27) * 0x94D049BB133111EBull;
   return (x ^ x >> 31) | 1;
 }
+/// Are rows of such a launch lined up first?
+bool lined(const Rows& rows) { return rows.commit.data && rows.tokens > kTileRows; }
+/// So that row i of ctx is row i of the list; a call's first launch does it for all.
+void line_up_for(Problem& p, const Means& m, Stream stream) {
+  const bool many = p.rows.tokens > kLinedMore;
+  if (p.first_layer == 0)
+    launch(many                         ? line_up_many
+           : p.rows.tokens > kLinedRows ? line_up<kLinedMore>
+                                        : line_up<kLinedRows>,
+           {.grid = static_cast<unsigned>(device_info().multiprocessors),
+            .block = static_cast<unsigned>(many ? kLineManyThreads : kLineThreads),
+            .overlap = true},
+           stream, p.rows, static_cast<const uint4*>(p.ctx), p.ctx_stride / 8, p.hidden / 8, m.list, m.count,
+           reinterpret_cast<uint4*>(m.lined));
+  p.ctx = m.lined, p.ctx_stride = p.hidden;
+}
+
 /// The projection of more than 128 rows by bulk_rows; `rows` is what its tensor map of ctx covers. `listed`: row i of ctx is row i of the list that is there.
 template <class Io, int kHeadDim>
-void launch_bulk(const Problem& p, const TensorView& weight, std::int64_t rows, bool listed, const Means& m, Stream stream) {
+void launch_bulk(Problem p, const TensorView& weight, std::int64_t rows, bool listed, const Means& m, Stream stream) {
   using B = Bulk<kHeadDim>;
+  constexpr int kShortCall = 1024;
+  const bool lines_up = !listed && lined(p.rows);
+  if (lines_up) line_up_for(p, m, stream), rows = p.rows.tokens;
   BulkShape shape{B::places(p.layers, p.heads), Runs::of(p.hidden), nullptr, nullptr, m.parts, m.part_flags, launch_number()};
-  shape.listed = listed;
-  const bool plans = !listed && p.rows.commit.data && p.rows.tokens > kMarkedRows;
-  if (listed || plans) {
-    if (plans && p.first_layer == 0) launch_plan(p.rows, m, stream);
-    shape.list = m.list, shape.list_count = m.count;
-  } else {
-    shape.as_they_lie = !p.rows.commit.data;
-  }
+  if (listed || lines_up) shape.list = m.list, shape.list_count = m.count;
   const auto kernel = bulk_rows<Io, kHeadDim>;
   const unsigned clusters = std::min(clusters_at_once<2>(kernel, B::kThreads), static_cast<unsigned>(kMostBlocks / 2));
   const unsigned tiles = blocks_for(p.rows.tokens, 2 * B::kRows) * static_cast<unsigned>(shape.deal.slots);  // of two blocks each
-  launch(
-      kernel,
-      {.grid = 2 * std::min(clusters, tiles * kMostParts),
-       .block = B::kThreads,
-       .shared = B::kShared,
-       .cluster = 2,
-       // Not behind rounds of many tiles: blocks that come in one by one as those before leave take more time. The list is made by a few blocks.
-       .overlap = p.rows.tokens <= kMarkedRows || (plans && p.first_layer == 0)},
-      stream, weight_map(weight, kColumns, false), weight_map(weight, 32, false),
-      tile_map(p.ctx, weight.dtype, rows, p.hidden, p.ctx_stride, B::kRows, false), p, shape);
+  launch(kernel,
+         {.grid = 2 * std::min(clusters, tiles * kMostParts),
+          .block = B::kThreads,
+          .shared = B::kShared,
+          .cluster = 2,
+          // Not behind rounds of many tiles: blocks that come in one by one as those before leave take more time.
+          .overlap = p.rows.tokens <= kShortCall || (lines_up && p.first_layer == 0)},
+         stream, weight_map(weight, kColumns, false), weight_map(weight, 32, false),
+         tile_map(p.ctx, weight.dtype, rows, p.hidden, p.ctx_stride, B::kRows, false), p, shape);
 }
 
 /// Does pair_rows take so many rows? What it hands on between blocks for more than 4096 features takes longer than many_rows with up to 128 rows.
 bool pair_takes(const MaterializeArgs& a, int tokens) {
   const std::int64_t hidden = a.kv_weight.sizes[2];
-  return a.norm_rope.head_dim == 128 && !a.fc_weight.given() && hidden <= kPairHidden && tokens > (hidden <= 4096 ? 64 : 128) &&
-         tokens <= (a.commit_lens.given() ? kLinedRows : 256);
-}
-/// Are rows of such a launch lined up first?
-bool lined(const Rows& rows) { return rows.commit.data && rows.tokens > kHalfTile; }
-void launch_line_up(const Problem& p, const Means& m, Stream stream) {
-  if (p.first_layer == 0)
-    launch(line_up, {.grid = static_cast<unsigned>(device_info().multiprocessors), .block = kLineThreads, .overlap = true}, stream, p.rows,
-           static_cast<const uint4*>(p.ctx), p.ctx_stride / 8, p.hidden / 8, m.list, m.count, reinterpret_cast<uint4*>(m.lined));
+  return a.norm_rope.head_dim == 128 && !a.fc_weight.given() && hidden <= kPairHidden &&
+         tokens > (hidden <= kPairSplitHidden ? 64 : kTileRows) && tokens <= (a.commit_lens.given() ? kLinedRows : 256);
 }
 /// half_rows, of the rows that line_up leaves.
 template <class Io, int kQuarters>
-void launch_halves_of(const Problem& p, const TensorView& weight, const LayerPlaces& deal, const Means& m, Stream stream) {
+void launch_halves_of(Problem p, const TensorView& weight, const LayerPlaces& deal, const Means& m, Stream stream) {
   using F = Halves<kQuarters>;
-  launch_line_up(p, m, stream);
+  line_up_for(p, m, stream);
   const HalvesShape shape{deal, Runs::of(p.hidden), m.list, m.count, false, half_cut(p.is_neox_style, p.rotary_dim)};
   const auto kernel = half_rows<Io, kQuarters>;
   const auto clusters = clusters_at_once<2>(kernel, F::kThreads);
-  const auto rows_map = [&](int box) { return tile_map(m.lined, weight.dtype, p.rows.tokens, p.hidden, p.hidden, box, false); };
+  const auto rows_map = [&](int box) { return tile_map(p.ctx, weight.dtype, p.rows.tokens, p.hidden, p.hidden, box, false); };
   launch(kernel,
          {.grid = 2 * std::min(clusters, static_cast<unsigned>(deal.used)),
           .block = F::kThreads,
@@ -296,9 +308,8 @@ void launch_pairs_of(Problem p, const TensorView& weight, std::int64_t rows, con
   const auto kernel = pair_rows<Io, kQuarters>;
   PairShape shape{deal, Runs::of(p.hidden), m.parts, std::min(p.rows.tokens, F::kRows), nullptr, nullptr};
   if (lined(p.rows)) {  // how many stand, only the GPU knows
-    launch_line_up(p, m, stream);
+    line_up_for(p, m, stream);
     shape.list = m.list, shape.list_count = m.count, rows = p.rows.tokens;
-    p.ctx = m.lined, p.ctx_stride = p.hidden;
   }
   const auto clusters = clusters_at_once<2>(kernel, F::kThreads);
   launch(kernel,
@@ -313,7 +324,7 @@ void launch_pairs_of(Problem p, const TensorView& weight, std::int64_t rows, con
 template <class Io>
 void launch_pairs(const Problem& p, const TensorView& weight, std::int64_t rows, const Means& m, Stream stream) {
   const auto deal = LayerPlaces::of_pairs(p.layers, p.heads, device_info().multiprocessors / 2);
-  if (lined(p.rows) && (p.rows.tokens <= 2 * kHalfTile || p.hidden > 4096))
+  if (lined(p.rows) && (p.rows.tokens <= 2 * kHalfTile || p.hidden > kPairSplitHidden))
     deal.width == 5 ? launch_halves_of<Io, 5>(p, weight, deal, m, stream) : launch_halves_of<Io, 6>(p, weight, deal, m, stream);
   else
     deal.width == 5 ? launch_pairs_of<Io, 5>(p, weight, rows, deal, m, stream) : launch_pairs_of<Io, 6>(p, weight, rows, deal, m, stream);
@@ -506,6 +517,7 @@ void launch_any(const MaterializeArgs& a, const Problem& p, const Means& m, Stre
          stream, p, shape);
 }
 
+/// Of bytes, and of rows.
 std::int64_t round_up(std::int64_t n) { return (n + 255) / 256 * 256; }
 
 /// The parts of a workspace: a list of rows, its length, what blocks of bulk_rows and pair_rows hand on, rows that are lined up, and rows of context with their sums of squares.
@@ -524,17 +536,13 @@ Parts parts(std::int64_t tokens, std::int64_t hidden, std::int64_t item, const R
     return p;
   }
   const bool bulk = item == 0 && tokens > 64, listed = bulk || item > 0;
+  constexpr std::int64_t kSums = std::max(kPartBlocks * kPartBytes, pair_bytes(Runs::of(kPairSplitHidden).count));
   Parts p{};
   p.count = listed ? round_up(rows * static_cast<std::int64_t>(sizeof(Row))) : 0;
   p.flags = p.count + (listed ? 256 : 0);
   p.sums = p.flags + (bulk ? round_up(kPartBlocks * kPartFlags * static_cast<std::int64_t>(sizeof(unsigned long long))) : 0);
-  p.squares =
-      p.sums +
-      (bulk ? static_cast<std::int64_t>(std::max(
-                  kPartBlocks * kPartBytes, pair_bytes(Runs::of(static_cast<int>(std::clamp<std::int64_t>(hidden, 1, kPairHidden))).count)))
-            : 0);
-  p.lined = p.squares;  // (without target features there are no squares)
-  p.squares += bulk && tokens > kTileRows && hidden <= kPairHidden ? round_up(std::min<std::int64_t>(tokens, kLinedRows) * hidden * 2) : 0;
+  p.lined = p.sums + (bulk ? kSums : 0);
+  p.squares = p.lined + (bulk && tokens > kTileRows ? round_up(std::min(tokens, lined_at_once(hidden)) * hidden * 2) : 0);
   p.raw = p.squares + (item > 0 ? round_up(rows * (hidden + 15) / 16 * 4) : 0);
   p.end = p.raw + rows * hidden * item;
   return p;
@@ -595,10 +603,15 @@ void run(const MaterializeArgs& a, Stream stream) {
     m.context = {reinterpret_cast<std::uint16_t*>(workspace + at.raw), reinterpret_cast<float*>(workspace + at.squares),
                  values(a.hidden_norm_weight), a.hidden_norm_eps, p.hidden};
   // A launch names at most kMaxLayers layers and plans a bounded number of rows. Rows go in order, so of two that name one slot the last stands.
-  const std::int64_t round = other                                                       ? rounds.rows
-                             : !with_context                                             ? kListRows
-                             : fast && a.tokens > kContextRows && !a.commit_lens.given() ? features_at_once(a)
-                                                                                         : kContextRows;
+  std::int64_t round = kListRows;
+  if (other) {
+    round = rounds.rows;
+  } else if (with_context) {
+    round = fast && a.tokens > kContextRows && !a.commit_lens.given() ? features_at_once(a) : kContextRows;
+  } else if (fast && a.commit_lens.given()) {  // rounds of one length: each reads all weights
+    const std::int64_t most = lined_at_once(hidden), n = (a.tokens + most - 1) / most;
+    round = round_up((a.tokens + n - 1) / n);
+  }
   for (std::int64_t first = 0; first < a.tokens; first += round) {
     p.rows.first = first, p.rows.tokens = static_cast<int>(std::min(a.tokens - first, round));
     for (std::int64_t layer = 0; layer < a.layers; layer += layers_at_once) {

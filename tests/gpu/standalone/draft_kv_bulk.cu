@@ -129,7 +129,7 @@ CUtensorMap rows_map(const void* x, int64_t rows, int64_t hidden, int64_t stride
 static float* g_parts;
 static unsigned long long* g_flags;
 static bool g_bulk_pdl = false;
-static int g_plan_blocks = kPlanBlocks;
+static int g_round = kListRows;  // rows that are lined up at once
 template <class K, class... A>
 void launch_over(K k, int grid, int block, size_t shared, int cluster, A... args) {
   SPECSTATE_CK(cudaFuncSetAttribute(k, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
@@ -147,30 +147,8 @@ void launch_over(K k, int grid, int block, size_t shared, int cluster, A... args
   c.numAttrs = 1 + g_bulk_pdl;
   SPECSTATE_CK(cudaLaunchKernelEx(&c, k, args...));
 }
-/// Which rows are written: found out beside the products (only without commit lengths), by each block before, or by a kernel before.
-enum Planned { kBeside, kHere, kListed, kPairs5, kPairs6, kHalves5, kHalves6 };
-template <int D>
-void launch_bulk(const CUtensorMap& wide, const CUtensorMap& m, const Problem& all, int sms = 132, Planned planned = kBeside) {
-  auto k = bulk_rows<core::bfloat16, D>;
-  using B = Bulk<D>;
-  static unsigned long long number = 0x1234567812345678ull;
-  const int T = all.rows.tokens;
-  for (int first = 0; first < T; first += kListRows) {
-    Problem p = all;
-    p.rows.first = first;
-    p.rows.tokens = std::min(T - first, kListRows);
-    BulkShape s{B::places(p.layers, p.heads), Runs::of(p.hidden), nullptr, nullptr, g_parts, g_flags, number += 0x9E3779B97F4A7C15ull};
-    s.as_they_lie = planned == kBeside && !p.rows.commit.data;
-    const bool pdl = g_bulk_pdl;
-    if (planned == kListed || (!s.as_they_lie && p.rows.tokens > kMarkedRows)) {
-      s.list = g_list, s.list_count = (int*)(g_list + kListRows);
-      g_bulk_pdl = true;
-      launch_over(plan_kernel, g_plan_blocks, kPlanThreads, kPlanBytes, g_plan_blocks, p.rows, g_list, (int*)(g_list + kListRows));
-      g_bulk_pdl = pdl;
-    }
-    launch_over(k, sms, B::kThreads, B::kShared, 2, wide, m, rows_map(p.ctx, T, p.hidden, p.ctx_stride, 128), p, s);
-  }
-}
+/// Which rows are written: found out beside the products (only without commit lengths), or those that stand are lined up.
+enum Planned { kBeside, kLinedUp, kLinedMany, kPairs5, kPairs6, kHalves5, kHalves6 };
 static float* g_pair_parts;
 static uint16_t* g_lined;
 CUtensorMap heads_map(const void* w, int64_t rows, int64_t hidden, int cut) {
@@ -188,11 +166,29 @@ CUtensorMap heads_map(const void* w, int64_t rows, int64_t hidden, int cut) {
 }
 /// The rows that stand, one behind another; what comes behind it overlaps.
 template <class Shape>
-void launch_line_up(Problem& p, Shape& s, bool copies) {
+void launch_line_up(Problem& p, Shape& s, bool copies, bool many = false, int blocks = 132) {
   s.list = g_list, s.list_count = (int*)(g_list + kListRows);
-  launch_over(line_up, 132, kLineThreads, 0, 1, p.rows, (const uint4*)p.ctx, p.ctx_stride / 8, copies ? p.hidden / 8 : 0, g_list,
-              (int*)(g_list + kListRows), (uint4*)g_lined);
+  const auto line = many ? line_up_many : p.rows.tokens > kLinedRows ? line_up<kLinedMore> : line_up<kLinedRows>;
+  launch_over(line, blocks, many ? kLineManyThreads : kLineThreads, 0, 1, p.rows, (const uint4*)p.ctx, p.ctx_stride / 8,
+              copies ? p.hidden / 8 : 0, g_list, (int*)(g_list + kListRows), (uint4*)g_lined);
   if (copies) p.ctx = g_lined, p.ctx_stride = p.hidden;
+}
+template <int D>
+void launch_bulk(const CUtensorMap& wide, const CUtensorMap& m, const Problem& all, int sms = 132, Planned planned = kBeside) {
+  auto k = bulk_rows<core::bfloat16, D>;
+  using B = Bulk<D>;
+  static unsigned long long number = 0x1234567812345678ull;
+  const bool lined = planned != kBeside || all.rows.commit.data, pdl = g_bulk_pdl;
+  const int T = all.rows.tokens, round = lined ? g_round : kListRows;
+  for (int first = 0; first < T; first += round) {
+    Problem p = all;
+    p.rows.first = first;
+    p.rows.tokens = std::min(T - first, round);
+    BulkShape s{B::places(p.layers, p.heads), Runs::of(p.hidden), nullptr, nullptr, g_parts, g_flags, number += 0x9E3779B97F4A7C15ull};
+    if (lined) g_bulk_pdl = true, launch_line_up(p, s, true, p.rows.tokens > kLinedMore || planned == kLinedMany, sms);
+    launch_over(k, sms, B::kThreads, B::kShared, 2, wide, m, rows_map(p.ctx, lined ? p.rows.tokens : T, p.hidden, p.ctx_stride, 128), p, s);
+    g_bulk_pdl = pdl;
+  }
 }
 template <int kQuarters>
 void launch_pairs(const CUtensorMap& wide, const CUtensorMap& narrow, Problem p, bool lined, int clusters = 66) {
@@ -225,13 +221,12 @@ int main(int argc, char** argv) {
   // "pairs", "tinypairs": only what is about pair_rows, beside one form of bulk_rows
   const bool only_pairs = quick && strstr(argv[1], "pairs");
   SPECSTATE_CK(cudaMalloc(&g_list, kListRows * 16 + 64));
-  SPECSTATE_CK(cudaFuncSetAttribute(plan_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)kPlanBytes));
   SPECSTATE_CK(cudaStreamCreate(&st));
   SPECSTATE_CK(cudaMalloc(&g_parts, kPartBlocks * kPartBytes));
   SPECSTATE_CK(cudaMalloc(&g_pair_parts, pair_bytes(8)));
   SPECSTATE_CK(cudaMemset(g_pair_parts, 0xFF, pair_bytes(8)));
-  SPECSTATE_CK(cudaMalloc(&g_lined, kLinedRows * 8192 * 2));
-  SPECSTATE_CK(cudaMemset(g_lined, 0xFF, kLinedRows * 8192 * 2));
+  SPECSTATE_CK(cudaMalloc(&g_lined, kListRows * 8192 * 2));
+  SPECSTATE_CK(cudaMemset(g_lined, 0xFF, kListRows * 8192 * 2));
   SPECSTATE_CK(cudaMalloc(&g_flush, kFlush));
   SPECSTATE_CK(cudaMalloc(&g_flags, kPartBlocks * kPartFlags * 8));
   SPECSTATE_CK(cudaMemset(g_flags, 0x77, kPartBlocks * kPartFlags * 8));
@@ -321,13 +316,23 @@ int main(int argc, char** argv) {
     struct Form {
       const char* name;
       Planned planned;
-      int sms;
+      int sms, round = kListRows;
     };
-    static const Form forms[] = {{"beside", kBeside, 132},        {"here", kHere, 132},           {"listed", kListed, 132},
-                                 {"listed, 76", kListed, 76},     {"6 blocks", kBeside, 6},       {"66 blocks", kHere, 66},
-                                 {"98 blocks", kBeside, 98},      {"pairs of 160", kPairs5, 66},  {"pairs of 192", kPairs6, 66},
-                                 {"5 pairs, 160", kPairs5, 5},    {"3 pairs, 192", kPairs6, 3},   {"halves of 160", kHalves5, 66},
-                                 {"halves of 192", kHalves6, 66}, {"5 halves, 160", kHalves5, 5}, {"3 halves, 192", kHalves6, 3}};
+    static const Form forms[] = {{"beside", kBeside, 132},
+                                 {"lined up", kLinedUp, 132},
+                                 {"rounds of 1032", kLinedUp, 132, 1032},
+                                 {"rounds of 20", kLinedMany, 76, 20},
+                                 {"6 blocks", kBeside, 6},
+                                 {"6 blocks, lined", kLinedUp, 6},
+                                 {"98 blocks", kBeside, 98},
+                                 {"pairs of 160", kPairs5, 66},
+                                 {"pairs of 192", kPairs6, 66},
+                                 {"5 pairs, 160", kPairs5, 5},
+                                 {"3 pairs, 192", kPairs6, 3},
+                                 {"halves of 160", kHalves5, 66},
+                                 {"halves of 192", kHalves6, 66},
+                                 {"5 halves, 160", kHalves5, 5},
+                                 {"3 halves, 192", kHalves6, 3}};
     int v = -1;
     for (const Form& form : forms) {
       ++v;
@@ -363,7 +368,7 @@ int main(int argc, char** argv) {
       const bool lined = pairs && (W || v % 2 == 0);
       if (pairs && (D != 128 || ((lined || halves_form) && T > kLinedRows))) continue;
       if (only_pairs && !pairs && v > 0) continue;
-      g_plan_blocks = form.sms == 132 ? kPlanBlocks : 1;
+      g_round = form.round;
       if (form.planned == kPairs5)
         launch_pairs<5>(wide, quarters, p, lined, form.sms);
       else if (form.planned == kPairs6)
@@ -526,7 +531,7 @@ int main(int argc, char** argv) {
           for (int i = 0; i < n; i++) {
             if (i == n - 1) SPECSTATE_CK(cudaMemsetAsync(at, 0, sizeof(bulk_trace_of), st));
             if (i == n - 1 && argc > 2) read_all<<<264, 512, 0, st>>>(g_flush, kFlush / 16, nullptr);
-            launch_bulk<128>(wide[i % 3], quarters[i % 3], problem(T, i), 132, ga ? kHere : kBeside);
+            launch_bulk<128>(wide[i % 3], quarters[i % 3], problem(T, i), 132, ga ? kLinedUp : kBeside);
           }
           SPECSTATE_CK(cudaStreamSynchronize(st));
           static unsigned long long h[132][16][8];
@@ -537,7 +542,7 @@ int main(int argc, char** argv) {
           printf(
               "H %d T %d %s%s: %.2f GHz; per tile, cycles (medians over blocks): begin->first stage, ->summed, ->left, ->next; beside: "
               "start after left, duration\n",
-              H, T, "", ga == 0 ? "" : " gathered", ghz);
+              H, T, "", ga == 0 ? "" : " lined up", ghz);
           if (T <= 1024) {
             std::vector<long long> v[4];
             for (int b = 0; b < 132; b++)
@@ -608,7 +613,7 @@ int main(int argc, char** argv) {
           continue;
         const int reps = T > 8192 ? 2 : T > 1024 ? 3 : 8, turns = argc > 3 ? 3 : 2;
         printf("cold H %d T %d:", H, T);
-        g_bulk_pdl = T <= kMarkedRows;
+        g_bulk_pdl = T <= 1024;
         auto pl = lt.plan(T, rows, H);
         for (int turn = 0; turn < turns; ++turn) {
           printf(" | cublasLt");
@@ -629,7 +634,7 @@ int main(int argc, char** argv) {
                                                 [&](int i) {
                                                   Problem p = problem(T, i);
                                                   p.rows.commit = {commit, false, false, 0, 1}, p.rows.width = 16;
-                                                  launch_bulk<128>(wide[i % 3], quarters[i % 3], p, 132, kHere);
+                                                  launch_bulk<128>(wide[i % 3], quarters[i % 3], p, 132, kLinedUp);
                                                 },
                                                 reps));
         g_bulk_pdl = false;
@@ -649,7 +654,7 @@ int main(int argc, char** argv) {
         const auto call = [&](int form, int i) {
           Problem p = problem(c.tokens, i);
           if (c.width) p.rows.commit = {commit, false, false, 0, 1}, p.rows.width = c.width;
-          if (form == 0) launch_bulk<128>(wide[i % 3], quarters[i % 3], p, 132, c.width ? kHere : kBeside);
+          if (form == 0) launch_bulk<128>(wide[i % 3], quarters[i % 3], p, 132, c.width ? kLinedUp : kBeside);
           if (form == 1) launch_pairs<5>(wide[i % 3], quarters[i % 3], p, c.width > 0);
           if (form == 2) launch_pairs<6>(wide[i % 3], halves[i % 3], p, c.width > 0);
           if (form == 3) launch_halves<5>(w[i % 3], rows, p, c.width > 0);
@@ -731,26 +736,24 @@ int main(int argc, char** argv) {
                    },
                    samples));
       };
-      if (T > kMarkedRows)
-        for (int blocks : {1, kPlanBlocks})
-          printf(" plan by %d %.2f", blocks,
-                 time_graph(
-                     9,
-                     [&](int i) {
-                       Rows x = problem(std::min(T, kListRows), i).rows;
-                       launch_over(plan_kernel, blocks, kPlanThreads, kPlanBytes, blocks, x, g_list, (int*)(g_list + kListRows));
-                     },
-                     11));
+      printf(" lining up alone %.2f",
+             time_graph(
+                 9,
+                 [&](int i) {
+                   Problem p = problem(std::min(T, kListRows), i);
+                   BulkShape s{Bulk<128>::places(p.layers, p.heads), Runs::of(p.hidden), nullptr, nullptr, nullptr, nullptr, 1};
+                   launch_line_up(p, s, true, p.rows.tokens > kLinedMore);
+                 },
+                 11));
       report("beside", kBeside, false);
-      if (T <= kMarkedRows) {
-        report("here", kHere, false);
+      report("lined up", kLinedUp, false);
+      if (T <= 1024) {
         g_bulk_pdl = true;
         report("beside, overlap", kBeside, false);
-        report("here, overlap", kHere, false);
+        report("lined up, overlap", kLinedUp, false);
         g_bulk_pdl = false;
       }
-      if (T > kMarkedRows) report("listed", kListed, false);
-      if (T == 224 || T == 448 || T == 1792) report("7 of 16", kHere, true);
+      if (T == 224 || T == 448 || T == 1792) report("7 of 16", kLinedUp, true);
       double best = 1e9;
       if (lt.ok) {
         auto pl = lt.plan(T, rows, H);
