@@ -265,10 +265,7 @@ __global__ void __launch_bounds__(Bulk<kHeadDim>::kThreads, 1)
   };
   const auto has_heads = [&](int place) { return kHeadDim == 64 || place < deal.k_heads; };
   constexpr DType kType = std::is_same_v<Io, core::bfloat16> ? DType::kBFloat16 : DType::kFloat16;
-  const bool usual_k = kHeadDim == 128 && p.is_neox_style && p.rotary_dim == 128 && p.k_wide && p.k_dtype == kType &&
-                       p.norm.dtype == kType && p.norm.stride == 1 && p.norm_layer % 8 == 0 &&
-                       reinterpret_cast<std::uintptr_t>(p.norm.data) % 16 == 0,
-             usual_v = p.v_wide && p.v_dtype == kType;
+  const bool usual_k = kHeadDim == 128 && has_usual_k<Io>(p), usual_v = p.v_wide && p.v_dtype == kType;
   // Of rows begin .. end - 1 of the tile in `out` those of warp `who` of `all`: its heads, four rows at a time, and its quarters of V, eight at a time. ready(row): until they are there.
   const auto finish = [&](int place, int begin, int end, int who, int all, int lane_here, auto ready) {
     if (has_heads(place)) {

@@ -156,6 +156,13 @@ __device__ __forceinline__ float4 load_once(const float4* from) {
   return x;
 }
 
+/// Are a launch's heads of K of 128 channels those of finish_usual_k?
+template <class Io>
+__device__ __forceinline__ bool has_usual_k(const Problem& p) {
+  constexpr DType kType = std::is_same_v<Io, core::bfloat16> ? DType::kBFloat16 : DType::kFloat16;
+  return p.is_neox_style && p.rotary_dim == 128 && p.k_wide && p.k_dtype == kType && p.norm.dtype == kType && p.norm.stride == 1 &&
+         p.norm_layer % 8 == 0 && reinterpret_cast<std::uintptr_t>(p.norm.data) % 16 == 0;
+}
 /// The usual case of the same: a head of K of 128 channels, turned as a whole in split halves, into a pool of Io whose heads lie dense; rows first, first + step, .. (four each) below
 /// `end`, each once ready(row) has returned. The norm's weights are of Io, too, and lie in pieces of 16 bytes. Everything that does not change from row to row is in registers, and the next rows' angles are on their way while these are finished: no argument is read and nothing is
 /// decided between the rows. (Where they were, 4 rows took 2800 cycles and more.)

@@ -17,6 +17,7 @@
 // All warps of group 0 finish quarters of V at the end. The rounded tile takes the place of the ring.
 #include "draft_kv/cuda/deal.hpp"
 #include "draft_kv/cuda/few_rows.cuh"
+#include "draft_kv/cuda/finish_eight.cuh"
 #include "draft_kv/cuda/many_rows.cuh"
 #include "draft_kv/cuda/work.hpp"
 
@@ -39,7 +40,7 @@ template <int kQuarters>
 struct Pair {
   static constexpr int kThreads = 384, kRows = kTileRows, kWide = 32 * kQuarters, kNarrow = kWide - 128;
   static constexpr int kSums = kWide / 2, kHalf = kSums / 2;  // registers of a thread; of the rows of either half
-  static constexpr int kStride = 2 * kWide + 16;              // bytes of a row of rounded sums (finish_rows.cuh)
+  static constexpr int kStride = 2 * kWide + 16;              // bytes of a row of rounded sums (finish_eight.cuh)
   static constexpr std::uint32_t kRowBytes = kRows * kDepth * 2, kStage = kRowBytes + kWide * kDepth * 2;
   static constexpr int kStages = kQuarters == 5 ? 6 : 5, kMarkers = 64, kBuckets = 2 * kRows;
   static constexpr int kRegisters = kQuarters == 5 ? 192 : 224, kFewRegisters = (168 * kThreads - 256 * kRegisters) / 128;
@@ -48,6 +49,8 @@ struct Pair {
     std::int64_t slot[kRows], to[kRows];  // of the tile's rows; of those that this block finishes
     int position[kRows], by[kRows];
     float bias[kWide];
+    alignas(16) float norm[128];
+    float eps;
     PairShare share;
     int items;
     std::uint64_t full[kStages], empty[kStages], marked, placed, done, left;
@@ -106,18 +109,12 @@ __global__ void __launch_bounds__(Pair<kQuarters>::kThreads, 1)
   const int all_runs = shape.runs.count, half_runs = all_runs / 2, first_weight = p.first_layer * 2 * p.heads * kHeadDim;
   const bool lies = !shape.list;
   trace(kEntry, thread == 32);
-  // What of the weights this block surely needs first, on its way to L2: of block 1, if they share the features; else block 0 asks for it.
-  if (thread == 32 && lies) {
+  // What of the weights this block needs first, on its way to L2, where they share the features.
+  if (thread == 32 && lies && p.rows.tokens <= kRows) {
     const LayerPlaces::Place place = shape.deal[cluster];
 #pragma unroll 1
     for (int k = 0; k < 4; ++k) tile_prefetch(weights, (shape.runs.begin(rank * half_runs) + k) * kDepth, first_weight + place.wide);
     trace(kPrefetched, true);
-  }
-  {  // Arguments come from memory the first time, 64 bytes at a time and one after another: here every warp asks for others.
-    constexpr int kHead = (offsetof(Problem, target) + 63) / 64;
-    static_assert(kHead <= 8);
-    const int line = thread / 32 - 4;
-    if (line >= 0 && line < kHead) asm volatile("" ::"r"(reinterpret_cast<const int*>(&p)[16 * line]));
   }
   const std::uint64_t keep = ptx::evict_last(), once = ptx::evict_first();
   const auto weight_bytes = [&](const LayerPlaces::Place& place) {
@@ -178,11 +175,21 @@ __global__ void __launch_bounds__(Pair<kQuarters>::kThreads, 1)
   if (thread == 64) begin_item(cluster);
   __syncthreads();
   const PairShare& s = tail.share;
-  const auto finish_v = [&](int of, int warps) {
-    const bool beside = s.place.head >= 0;
-    finish_quarters<Io>(
-        p, [&](int r, int byte) { return *reinterpret_cast<const uint4*>(memory + r * kStride + (beside ? 256 : 0) + byte); }, s.place.v,
-        s.place.count, tail.to, s.splits ? kRows / 2 : kRows, of, warps);
+  constexpr DType kType = std::is_same_v<Io, core::bfloat16> ? DType::kBFloat16 : DType::kFloat16;
+  const auto finish_v = [&](int of, int warps, int lane_here) {
+    const unsigned char* const from = memory + (s.place.head >= 0 ? 256 : 0);
+    const int finished = s.splits ? kRows / 2 : kRows;
+    if (p.v_wide && p.v_dtype == kType) {
+      const int layer = s.place.v / 4 / p.heads, quarter = s.place.v - layer * 4 * p.heads;
+#pragma unroll 1
+      for (int n = 0; n < s.place.count; ++n)
+        finish_usual_v<kStride>(p.target[1][layer].pool, (quarter + n) / 4, (quarter + n) % 4, from + 64 * n, tail.to, 8 * of, finished,
+                                8 * warps, lane_here, [](int) {});
+    } else {
+      finish_quarters<Io>(
+          p, [&](int r, int byte) { return *reinterpret_cast<const uint4*>(from + r * kStride + byte); }, s.place.v, s.place.count, tail.to,
+          finished, of, warps);
+    }
   };
   // All threads of both blocks.
   const auto next_item = [&] {
@@ -222,10 +229,10 @@ __global__ void __launch_bounds__(Pair<kQuarters>::kThreads, 1)
         const int marker = thread - 64;
         const bool has_k = place.head >= 0;
         const int layer = has_k ? head_of(place.head, p.heads).layer : place.v / 4 / p.heads;
-        if (has_k && marker < 32) {
-          const std::int64_t norm = (p.first_layer + layer) * p.norm_layer + 32 * lane * p.norm.stride;
-          if (32 * lane < kHeadDim) prefetch_l2(static_cast<const unsigned char*>(p.norm.data) + norm * size_of_value(p.norm.dtype));
-          if (lane == 31) prefetch_l2(static_cast<const float*>(p.eps.data) + (p.first_layer + layer) * p.eps.stride);
+        if (has_k) {
+          for (int i = marker; i < kHeadDim; i += F::kMarkers)
+            tail.norm[i] = value_at(p.norm.data, p.norm.dtype, (p.first_layer + layer) * p.norm_layer + i * p.norm.stride);
+          if (marker == 0) tail.eps = static_cast<const float*>(p.eps.data)[(p.first_layer + layer) * p.eps.stride];
         }
         const auto meet = [&] {
           ptx::barrier_arrive(&tail.marked);
@@ -289,7 +296,7 @@ __global__ void __launch_bounds__(Pair<kQuarters>::kThreads, 1)
       ptx::barrier_wait(&tail.placed, pass);
       ptx::barrier_wait(&tail.left, pass);
       trace(kLeft, thread == 64);
-      finish_v(warp, place.head >= 0 ? 4 : 12);
+      finish_v(warp, place.head >= 0 ? 4 : 12, lane);
       __syncwarp();
       pass ^= 1;
     } while (next_item());
@@ -406,13 +413,18 @@ __global__ void __launch_bounds__(Pair<kQuarters>::kThreads, 1)
       __syncwarp();
       ptx::barrier_arrive(&tail.left);
       if (s.place.head >= 0) {
-        const unsigned char* const from = memory + first * kStride;
-        finish_rows<Io, kHeadDim, 4>(
-            p, [&](int r, int byte) { return *reinterpret_cast<const uint2*>(from + r * kStride + byte); }, s.place.head, tail.to + first,
-            tail.by + first, 0, 8, each, [] {});
+        const Head head = head_of(s.place.head, p.heads);
+        if (has_usual_k<Io>(p)) {
+          finish_usual_k<Io, kStride>(p, head, memory, tail.to, tail.by, first, first + each, 4, lane_here, [](int) {});
+        } else {
+#pragma unroll 1
+          for (int row = first; row < first + each; row += 4)
+            finish_eight<Io, kHeadDim, kStride, 1>(p, head, memory + row * kStride, tail.to + row, tail.by + row, tail.norm, tail.eps,
+                                                   lane_here);
+        }
       } else {
         ptx::barrier_wait(&tail.left, pass);
-        finish_v(4 + unit, 12);
+        finish_v(4 + unit, 12, lane_here);
       }
       __syncwarp();
       trace(kFinished, thread == 128);
