@@ -374,8 +374,12 @@ void check_stacked(DType io, std::int64_t tokens, std::int64_t layers, std::int6
 TEST(DraftKvGpu, TargetFeaturesOfFewRows) {
   SPECSTATE_NEEDS_GPU();
   check({kB, 12, 4, 1, 1, 128, 128, 512, 576}, true, false, true);
-  if (!small()) check({kB, 60, 4, 1, 2, 64, 64, 1152, 1280}, true, true, false);
-  if (!small()) check({kB, 40, 4, 1, 1, 128, 128, 4224, 512}, true, false, true);  // 8 runs of the projection
+  if (small()) return;
+  check({kB, 60, 4, 1, 2, 64, 64, 1152, 1280}, true, true, false);
+  check({kB, 40, 4, 1, 1, 128, 128, 4224, 512}, true, false, true);  // 8 runs of the projection
+  check({kB, 64, 8, 6, 8, 128, 128, 512, 512}, true, false, true);   // places of 192 columns
+  check({kB, 56, 8, 10, 8, 128, 64, 576, 512}, true, true, true);    // more places than clusters
+  check({kB, 15, 3, 33, 1, 128, 128, 512, 512}, true, false, true);  // more layers than a launch names: two projections of one context
 }
 TEST(DraftKvGpu, TargetFeaturesOfManyRows) {
   SPECSTATE_NEEDS_GPU();
@@ -543,13 +547,25 @@ TEST(DraftKvGpu, PositionsOfProjectionsAreReadWithinTheirMemory) {
 TEST(DraftKvGpu, LaunchesOfADecodeStep) {
   SPECSTATE_NEEDS_GPU();
   const OwnStream stream;
-  for (const std::int64_t tokens : {1, 16, 64}) {
-    for (const std::int64_t features : {0, 640}) {
-      Case c({kB, tokens, 1, 2, 2, 128, 128, 512, features});
-      const Captured graph(stream, [&](Stream s) { materialize_into_pool(c.params(Where::kDevice), s); });
-      EXPECT_EQ(graph.kernels(), features ? 3 : 1) << tokens << " tokens, " << features << " features";
-    }
+  struct Of {
+    std::int64_t layers, heads, dim, hidden;
+    std::size_t projections;  // launches
+  };
+  std::vector<Of> all{{2, 2, 128, 512, 1}, {2, 3, 64, 640, 1}};
+  if (!small()) {
+    all.push_back({6, 8, 128, 512, 1});   // places of 192 columns
+    all.push_back({10, 8, 128, 512, 1});  // more places than clusters
+    all.push_back({1, 1, 128, 4224, 1});  // 8 runs
+    all.push_back({33, 1, 128, 512, 2});  // more layers than a launch names
   }
+  for (const Of& of : all)
+    for (const std::int64_t tokens : {1, 16, 33, 64})
+      for (const std::int64_t features : {0, 640}) {
+        Case c({kB, tokens, 1, of.layers, of.heads, of.dim, of.dim, of.hidden, features});
+        const Captured graph(stream, [&](Stream s) { materialize_into_pool(c.params(Where::kDevice), s); });
+        EXPECT_EQ(graph.kernels(), of.projections + (features ? 2 : 0))  // fc, and the norm
+            << tokens << " tokens, " << features << " features, " << of.layers << " layers, hidden " << of.hidden;
+      }
 }
 
 TEST(DraftKvGpu, ProjectionsMadeElsewhere) {

@@ -298,7 +298,7 @@ def test_a_long_call_takes_one_bounded_workspace():
             again = [x.clone() for x in pools]
             draft_kv.materialize_into_pool(inputs[0][rows], *inputs[1:5], inputs[5][rows], inputs[6][rows], *again)
             assert all(torch.equal(a, b) for a, b in zip(pools, again))
-    assert [w.shape[0] for w in draft_kv._workspaces.values()] == [8192 * 16 + 256 + 108 * 64 + 72 * 3 * 49_152 + 512 * 512 * 2]
+    assert [w.shape[0] for w in draft_kv._workspaces.values()] == [8192 * 16 + 256 + 108 * 64 + 72 * 3 * 49_152 + 8192 * 512 * 2]
 
 
 class Layer:
