@@ -199,6 +199,21 @@ def test_of_committed_rows_with_one_slot_the_last_stands(T, D):
         np.testing.assert_array_equal(raw(a), raw(b))
 
 
+def test_more_features_than_wide_places_hold():
+    """20 544 features of 24 rows: places of 192 columns would have no room for a stage beside the sums of 24 runs."""
+    L, N, D, H, T = 6, 8, 128, 20544, 24
+    torch.manual_seed(1)
+    make = lambda *shape: torch.randn(*shape, device="cuda").to(torch.bfloat16)
+    x, weight, norm = make(T, H), make(L, 2 * N * D, H), make(L, D)
+    eps, table = torch.full((L,), 1e-6, device="cuda"), torch.rand(64, D, device="cuda")
+    at = torch.arange(T, device="cuda")
+    pools = [torch.zeros(L, T, N, D, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
+    draft_kv.materialize_into_pool(x, weight, norm, eps, table, at, at, *pools[:2])
+    for rows in (slice(0, 8), slice(8, 24)):
+        draft_kv.materialize_into_pool(x[rows], weight, norm, eps, table, at[rows], at[rows], *pools[2:])
+    assert bool(pools[0].any()) and torch.equal(pools[0], pools[2]) and torch.equal(pools[1], pools[3])
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_v_may_be_wider_than_k(dtype):
     rng = np.random.default_rng(12)

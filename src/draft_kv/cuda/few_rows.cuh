@@ -156,7 +156,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Few<kHeadDim, kNarro
   // A line of arguments that nobody has read yet takes 2 us behind the requests for weights: what the last steps read is read now, by warps that wait. (And the cluster's size is
   // known when this is compiled: a barrier of the cluster would read it from a line of its own.)
   if constexpr (kHeadDim == 0) {
-    if (thread < 32) read_early(shape.parts), read_early(context.hidden);
+    if (thread < 32) read_early(shape.parts), read_early(context.hidden), read_early(reinterpret_cast<std::int64_t>(context.bias.data));
   } else {
     if (thread < 128) {
       for (int line = thread / 32; line < static_cast<int>(offsetof(Problem, target) + 63) / 64; line += 4)

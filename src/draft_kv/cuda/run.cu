@@ -380,6 +380,8 @@ void launch_few(const MaterializeArgs& a, Problem p, const Means& m, Stream stre
   if constexpr (kHeadDim == 128) {
     const int pairs = device_info().multiprocessors / 2;
     deal = LayerPlaces::of(p.layers, p.heads, pairs);
+    const FewShape widest = Few<128, 64>::fitted(FewShape{runs}, p.rows.tokens, static_cast<std::size_t>(device_info().shared_bytes));
+    if (deal.width == 6 && widest.stages == 0) deal = {p.layers, p.heads, 5};  // these fit, or few_takes() had said no
     if (m.context.raw && runs.count > 4 && p.rows.tokens > 32 && deal.width == 6) deal = {p.layers, p.heads, 5};  // 210 us instead of 219
     const auto blocks_columns = deal.width * blocks_for(deal.used, pairs) / 2;  // in quarters; of many_rows: whole heads
     if (m.context.raw || runs.count <= 4 || blocks_columns < 4 * blocks_for(p.layers * 2 * p.heads, 2 * pairs))
