@@ -24,6 +24,7 @@ from run_tests import end_with_all, run_within  # noqa: E402
 BUILD = ROOT / "build" / "release"
 FAMILIES = ("accept", "draft_kv", "hisparse", "kda", "step")
 PEERS = ("hisparse", "kda", "draft_kv", "step")
+EARLIER = " (of an earlier run)"
 
 
 def with_peers(report, peers):
@@ -46,7 +47,7 @@ def with_peers(report, peers):
 
 def record(report, root=ROOT):
     """Into bench/results/<device>.json: a case that was measured again replaces its older self. A peer that was not stays, named in `peers_before`, with the
-    time of ours in turns with it."""
+    time of ours in turns with it; so does the floor of a case that only the peers' script has measured, which says so."""
     path = root / "bench" / "results" / (report["device"].split()[-1].lower() + ".json")
     old = json.loads(path.read_text()) if path.exists() else {"device": report["device"], "ceilings": {}, "results": []}
     before = {r["case"]: r for r in old["results"]}
@@ -55,6 +56,8 @@ def record(report, root=ROOT):
         if kept := {p: us for p, us in last["peers"].items() if p not in r["peers"]}:
             r["peers"], r["peers_before"] = kept | r["peers"], sorted(kept)
             r |= {k: last[k] for k in ["ours_beside_peers_us"] if k in last and k not in r}
+        if not r["floor_us"] and last.get("floor_us"):
+            r["floor_us"], r["floor"] = last["floor_us"], last["floor"].removesuffix(EARLIER) + EARLIER
     cases = before | {r["case"]: r for r in report["results"]}
     merged = {"device": report["device"], "date": report["date"], "ceilings": {**old["ceilings"], **report["ceilings"]}, "results": [cases[c] for c in sorted(cases)]}
     path.write_text(json.dumps(merged, indent=1) + "\n")

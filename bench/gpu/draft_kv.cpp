@@ -44,7 +44,7 @@ class Model {
         k_(s.layers * slots_ * s_.heads * s_.dim * 2),
         v_(s.layers * slots_ * s_.heads * s_.dim * 2),
         product_(tokens * std::max(columns(), s.hidden) * 2),
-        workspace_(std::size_t{64} << 20) {
+        workspace_(static_cast<std::size_t>(workspace_bytes(s, tokens, width_))) {
     weight_.fill_bfloat16(0.02f), input_.fill_bfloat16(1, 2), norm_.fill_bfloat16(1, 3), table_.fill_float32(1, 4);
     fc_.fill_bfloat16(0.02f, 5), context_.fill_bfloat16(1, 6), hidden_norm_.fill_bfloat16(1, 7);
     eps_.set(std::vector<float>(s.layers, 1e-6f));
@@ -77,6 +77,19 @@ class Model {
     return p;
   }
 
+  /// Of the longest call, which needs the most, by its shapes alone.
+  static std::int64_t workspace_bytes(const Shape& s, std::int64_t tokens, std::int64_t width) {
+    const auto of = [](DType dtype, std::initializer_list<std::int64_t> shape) {
+      return TensorView(nullptr, dtype, shape, {DeviceType::kCuda, 0});
+    };
+    draft_kv::MaterializeIntoPoolParams p;
+    p.ctx_hidden = of(DType::kBFloat16, {tokens, width}), p.kv_weight = of(DType::kBFloat16, {s.layers, 2 * s.heads * s.dim, s.hidden});
+    if (width != s.hidden) p.fc_weight = of(DType::kBFloat16, {s.hidden, s.features});
+    p.k_norm_weight = of(DType::kBFloat16, {s.layers, s.dim}), p.cos_sin_cache = of(DType::kFloat32, {kTable, s.dim});
+    const TensorView v = of(DType::kBFloat16, {s.layers, tokens, s.heads, s.dim});
+    p.v_pool = {&v, 1};
+    return std::max<std::int64_t>(draft_kv::materialize_workspace_bytes(p), 16);
+  }
   std::int64_t columns() const { return s_.layers * 2 * s_.heads * s_.dim; }
   bool from_features() const { return width_ != s_.hidden; }
   std::int64_t read_bytes(std::int64_t rows) const {
