@@ -128,7 +128,7 @@ std::vector<WrittenRow> written_rows(const Checker& check, const MaterializeInto
 /// Sizes that may come from anywhere, and no data: only how many bytes a call would want is asked.
 void check_sizes(const Checker& check, const char* name, const TensorView& t, int from) {
   constexpr std::int64_t kMost = std::int64_t{1} << 40;  // a workspace has some thousand rows of them
-  for (int i = 0; i < t.ndim; ++i) {
+  for (int i = 0; i < std::min(t.ndim, kMaxDims); ++i) {
     if (t.sizes[i] < 0) check.fail(name, "sizes of 0 or more", "shape " + shape_text(t));
     if (i >= from && t.sizes[i] > kMost) check.fail(name, "sizes of which 64 bits can count a workspace", "shape " + shape_text(t));
   }
@@ -154,10 +154,12 @@ std::int64_t workspace_bytes(const Checker& check, const MaterializeIntoPoolPara
   if constexpr (core::cuda_built())
     if (const TensorView& x = p.ctx_hidden, &fc = p.fc_weight; x.device.type == DeviceType::kCuda && x.ndim == 2) {
       const TensorView &norm = p.k_norm_weight, &table = p.cos_sin_cache, &w = p.kv_weight;
+      if (fc.given() && fc.ndim != 2) check.fail("fc_weight", "shape [hidden, features]", std::to_string(fc.ndim) + " dimensions");
       check_sizes(check, "ctx_hidden", x, 1), check_sizes(check, "fc_weight", fc, 0), check_sizes(check, "kv_weight", w, 0);
+      if (x.sizes[0] == 0) return 0;
       const DType io = p.io.value_or(x.dtype);
-      const bool whole =
-          norm.ndim == 2 && table.ndim >= 2 && w.ndim == 3 && (!fc.given() || fc.ndim == 2) && !p.v_pool.empty() && p.v_pool[0].ndim >= 1;
+      const auto dims = [](const TensorView& t, int least, int most) { return t.ndim >= least && t.ndim <= most; };
+      const bool whole = dims(norm, 2, 2) && dims(table, 2, 3) && dims(w, 3, 3) && !p.v_pool.empty() && dims(p.v_pool[0], 3, 4);
       if (!whole) return cuda::workspace_bytes(x.sizes[0], fc.ndim > 0 ? fc.sizes[0] : x.sizes[1], fc.ndim > 0 ? size_of(io) : 0);
       const NormRope nr{norm, p.eps, table, norm.sizes[1], table.size(-1), p.is_neox_style, p.round_after_norm, io};
       return cuda::workspace_bytes(nr, p.v_pool[0].size(-1), x, w, fc);

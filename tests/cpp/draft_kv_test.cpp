@@ -291,10 +291,21 @@ TEST(Materialize, TensorsOnAGpuAreCheckedWithoutReadingThem) {
     const TensorView v = on_gpu(DType::kBFloat16, {2, 17, 2, 48});
     q.v_pool = {&v, 1};
     EXPECT_GE(materialize_workspace_bytes(q), 12 * 2 * 256 * 2);
+    q.ctx_hidden.sizes[0] = 0;
+    EXPECT_EQ(materialize_workspace_bytes(q), 0);
     for (const std::int64_t tokens : {2048, 50'000'000}) {
       q.ctx_hidden.sizes[0] = tokens;
-      EXPECT_LT(materialize_workspace_bytes(q), 14 << 20);
+      const std::int64_t usual = materialize_workspace_bytes({.ctx_hidden = q.ctx_hidden});
+      EXPECT_LE(materialize_workspace_bytes(q), std::max<std::int64_t>(usual, 14 << 20));
+      EXPECT_GE(materialize_workspace_bytes(q), usual);  // on a GPU that is no Hopper they take what others take
     }
+    q.kv_weight.sizes[0] = 0;  // no layers: the call refuses them, the query does not fall over them
+    EXPECT_GE(materialize_workspace_bytes(q), 0);
+    q.cos_sin_cache.ndim = 1 << 30;
+    EXPECT_GE(materialize_workspace_bytes(q), 0);
+    q.fc_weight = on_gpu(DType::kBFloat16, {2, 2}), q.fc_weight.ndim = 1 << 30;
+    EXPECT_EQ(refusal([&] { materialize_workspace_bytes(q); }),
+              "materialize_workspace_bytes: fc_weight: expected shape [hidden, features], got 1073741824 dimensions.");
     p.ctx_hidden.sizes[0] = 10'000;
     const std::int64_t bytes = materialize_workspace_bytes(p);
     EXPECT_GT(bytes, 0);

@@ -130,7 +130,7 @@ struct Rounds {
   std::int64_t bytes() const { return rows * layers * columns * 2; }
 };
 Rounds rounds_of(std::int64_t tokens, std::int64_t layers, std::int64_t columns) {
-  tokens = std::max<std::int64_t>(tokens, 1), columns = std::max<std::int64_t>(columns, 1);
+  tokens = std::max<std::int64_t>(tokens, 1), layers = std::max<std::int64_t>(layers, 1), columns = std::max<std::int64_t>(columns, 1);
   const bool few = tokens <= kFewRows;
   const std::int64_t most = few ? std::int64_t{2} << 20 : std::int64_t{12} << 20, of_layer = columns * 2;
   const std::int64_t at_once = std::clamp<std::int64_t>(most / (std::min<std::int64_t>(tokens, kTileRows) * of_layer), 1,
@@ -559,7 +559,10 @@ std::int64_t workspace_bytes(const NormRope& nr, std::int64_t v_head_dim, const 
                              const TensorView& fc_weight) {
   const bool other = form_of(nr, v_head_dim, ctx, kv_weight, fc_weight) == Form::kOtherHeads;
   const Rounds rounds = rounds_of(ctx.sizes[0], kv_weight.sizes[0], kv_weight.sizes[1]);
-  return parts(ctx.sizes[0], kv_weight.sizes[2], fc_weight.given() ? size_of(nr.io) : 0, other ? &rounds : nullptr).end;
+  const auto bytes = [&](const Rounds* of) {
+    return parts(ctx.sizes[0], kv_weight.sizes[2], fc_weight.given() ? size_of(nr.io) : 0, of).end;
+  };
+  return std::max(bytes(nullptr), other ? bytes(&rounds) : 0);  // a GPU that is no Hopper takes any_rows' layout
 }
 
 void run(const MaterializeArgs& a, Stream stream) {
