@@ -295,7 +295,9 @@ TEST(Materialize, TensorsOnAGpuAreCheckedWithoutReadingThem) {
     EXPECT_EQ(materialize_workspace_bytes(q), 0);
     for (const std::int64_t tokens : {2048, 50'000'000}) {
       q.ctx_hidden.sizes[0] = tokens;
-      const std::int64_t usual = materialize_workspace_bytes({.ctx_hidden = q.ctx_hidden});
+      MaterializeIntoPoolParams short_of_it;
+      short_of_it.ctx_hidden = q.ctx_hidden;
+      const std::int64_t usual = materialize_workspace_bytes(short_of_it);
       EXPECT_LE(materialize_workspace_bytes(q), std::max<std::int64_t>(usual, 14 << 20));
       EXPECT_GE(materialize_workspace_bytes(q), usual);  // on a GPU that is no Hopper they take what others take
     }
