@@ -67,8 +67,9 @@ struct MaterializeIntoPoolParams {
 SPECSTATE_API void materialize_into_pool(const MaterializeIntoPoolParams& params, Stream stream = {});
 
 /// Bytes of `workspace` that the call needs: 0 on the CPU and, without target features, for few tokens; bounded whatever their number. Of
-/// `ctx_hidden` and `fc_weight` alone it is what heads of 64 or 128 channels need; others need up to 12 MB for their projection, which
-/// the call's other arguments tell.
+/// `ctx_hidden` and `fc_weight` alone it is what usual heads need (64 or 128 channels, V as wide as K, a float32 table whose width is at least
+/// 16 and a power of two); others need up to 12 MiB for their projection, which the call's other arguments tell. Throws Error(kValue) for
+/// sizes below 0 or of which 64 bits cannot count a workspace.
 SPECSTATE_API std::int64_t materialize_workspace_bytes(const MaterializeIntoPoolParams& params);
 
 /// Throws Error(kValue) if finished CUDA work of this header on `device`, of whichever stream and thread, met a row that it could not write,

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "common.hpp"
+#include "specstate/supports.hpp"
 
 namespace specstate::binding {
 
@@ -73,8 +74,12 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(draft_kv_materialize_into_pool,
                                   p.round_after_norm = round_after_norm;
                                   p.hidden_norm_eps = static_cast<float>(hidden_norm_eps);
                                   if (round_to_weight_dtype) p.io = p.projection.given() ? p.projection.dtype() : p.kv_weight.dtype;
-                                  if (const std::int64_t bytes = asks ? draft_kv::materialize_workspace_bytes(p) : 0; bytes > 0)
+                                  if (const std::int64_t bytes = asks ? draft_kv::materialize_workspace_bytes(p) : 0; bytes > 0) {
+                                    const CheckOnly only;  // nobody makes room for a call that will be refused
+                                    p.workspace = TensorView(reinterpret_cast<void*>(16), DType::kUInt8, {bytes}, p.ctx_hidden.device);
+                                    draft_kv::materialize_into_pool(p);
                                     return bytes;
+                                  }
                                   draft_kv::materialize_into_pool(p, stream(s));
                                   return 0;
                                 });

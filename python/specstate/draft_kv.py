@@ -46,6 +46,7 @@ class KvProjection:
         self._packed = self._weight = self._bias = None
         if is_cuda(kv_weight):  # the kernels read weights as they are: a dense copy
             array_in("kv_weight", kv_weight), array_in("kv_bias", kv_bias)
+            _check_projection(kv_weight, kv_bias)
             if not _checking:
                 self._weight, self._bias = _dense_copy(kv_weight), None if kv_bias is None else _dense_copy(kv_bias)
         else:
@@ -54,6 +55,27 @@ class KvProjection:
 
 def _pack(kv_weight, kv_bias):
     return function("draft_kv_pack")(array_in("kv_weight", kv_weight), array_in("kv_bias", kv_bias))
+
+
+def _check_projection(kv_weight, kv_bias):
+    """What packing on the CPU checks."""
+
+    def floats(name, x):
+        if dtype_of(x) not in ("float32", "bfloat16", "float16"):
+            raise refusal(ValueError, f"{name}: expected dtype float32 or bfloat16 or float16, got {dtype_of(x)}.")
+
+    shape = shape_of("kv_weight", kv_weight, 3)
+    floats("kv_weight", kv_weight)
+    if 0 in shape:
+        raise refusal(ValueError, f"kv_weight: expected at least one layer, one row and one feature, got shape {shape}.")
+    if kv_bias is not None:
+        if shape_of("kv_bias", kv_bias) != shape[:2]:
+            raise refusal(ValueError, f"kv_bias: expected shape {shape[:2]}, got {shape_of('kv_bias', kv_bias)}.")
+        floats("kv_bias", kv_bias)
+        with undispatched(kv_weight), undispatched(kv_bias):
+            there, got = tuple(kv_weight.__dlpack_device__()), tuple(kv_bias.__dlpack_device__())
+        if there != got:
+            raise refusal(ValueError, f"kv_bias: expected an array on the device of kv_weight, got one on another ({got}, not {there}).")
 
 
 def _dense_copy(x):
@@ -67,8 +89,9 @@ _workspaces = {}  # (kind, device, stream) -> array
 
 
 def materialize_workspace_bytes(ctx_hidden, fc_weight=None):
-    """Bytes of `workspace` that `materialize_into_pool` needs for these arguments and heads of 64 or 128 channels: 0 on the CPU, and bounded whatever
-    the number of tokens. Other heads need up to 12 MB more; the error of a workspace that is too small says how much."""
+    """Bytes of `workspace` that `materialize_into_pool` needs for these arguments and usual heads: 0 on the CPU, and bounded whatever the number of
+    tokens. Usual: 64 or 128 channels, V as wide as K, a float32 table, its width at least 16 and a power of two. Others need up to 12 MiB more; the
+    error of a workspace that is too small says how much."""
     shape_of("ctx_hidden", ctx_hidden, 2)
     return function("draft_kv_workspace_bytes")(array_in("ctx_hidden", ctx_hidden), array_in("fc_weight", fc_weight))
 

@@ -143,8 +143,12 @@ void* workspace(Checker& check, const MaterializeIntoPoolParams& p) {
   check.require(w.given() && w.data != nullptr, "workspace", expected, "none");
   check.arg("workspace", w).same_device().written();
   if (!w.contiguous() || w.numel() * size_of(w.dtype) < bytes)
-    check.fail("workspace", expected, std::to_string(w.numel() * size_of(w.dtype)) + " bytes on " + name_of(w.device));
-  check.require(reinterpret_cast<std::uintptr_t>(w.data) % 16 == 0, "workspace", "an address that is a multiple of 16", "another");
+    check.fail("workspace", expected,
+               std::to_string(w.numel() * size_of(w.dtype)) + " bytes on " + name_of(w.device) +
+                   (w.contiguous() ? "" : " with gaps between them"));
+  const auto beyond = reinterpret_cast<std::uintptr_t>(w.data) % 16;
+  check.require(beyond == 0, "workspace", "an address that is a multiple of 16",
+                "another (" + std::to_string(beyond) + " bytes beyond one)");
   return w.data;
 }
 
